@@ -1,0 +1,1 @@
+"""Where settings come from, and what they may be."""

@@ -1,0 +1,1 @@
+"""Equal replicas: gradient reduction, first broadcast, global norms."""

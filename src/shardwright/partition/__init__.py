@@ -1,0 +1,1 @@
+"""Which stage owns which module."""

@@ -1,0 +1,1 @@
+"""One program on every rank, placed values, a tape per microbatch."""

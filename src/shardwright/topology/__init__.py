@@ -1,0 +1,1 @@
+"""Which process this is: ranks, groups, devices, random streams."""

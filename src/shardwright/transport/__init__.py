@@ -1,0 +1,1 @@
+"""Moving tensors and Python values between ranks."""

@@ -159,8 +159,8 @@ def check_tracing(trace_device: str, trace_execution_times: bool) -> None:
         )
     if trace_device == "cpu" and trace_execution_times:
         raise ConfigError(
-            "'trace_execution_times' is True with 'trace_device' 'cpu', but times cannot be measured for a GPU "
-            "when tracing on CPU: it must be false",
+            "'trace_execution_times' is True and 'trace_device' is 'cpu', but it must be false when tracing "
+            "on CPU",
             remedy="set trace_execution_times=False, or trace_device='gpu'",
         )
 

@@ -260,7 +260,7 @@ def test_names_in_options_are_checked() -> None:
 
     signature = inspect.signature(plain)
     mb.check_split_names(signature, ["x"], {"y": 1})
-    with pytest.raises(UsageError, match="non_split_inputs names 'z'.*\n.*use one of: x, y"):
+    with pytest.raises(UsageError, match=r"non_split_inputs names 'z'.*\n.*use one of: x, y"):
         mb.check_split_names(signature, ["z"], {})
     with pytest.raises(UsageError, match="input_split_axes names 'w'"):
         mb.check_split_names(signature, [], {"w": 1})
@@ -279,7 +279,7 @@ def test_uneven_split_for_forward_only_steps() -> None:
     assert [m.num_samples for m in parts] == [3, 2, 2]
     assert torch.equal(torch.cat([m.args[1] for m in parts]), rows(7))
     assert [m.num_samples for m in split("m", rows(1), n=4, uneven=True)] == [1]
-    with pytest.raises(ShapeError, match="'flag'.*non_split_inputs|non_split_inputs"):
+    with pytest.raises(ShapeError, match="'flag'"):
         split("m", rows(7), n=3, uneven=True, flag=rows(1))
 
 

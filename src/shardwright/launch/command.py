@@ -11,15 +11,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwright.config.parse import read, unwrap_json
 from shardwright.errors import ConfigError
 
 PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
 FRAMEWORK_VARIABLE = "SM_FRAMEWORK_PARAMS"
 DEFAULT_MULTI_NODE_PORT = 29500  # torchrun's; all nodes must know it beforehand
 
-# The spelling that transformers looks for in the environment (api.md 1.1).
-_PIPELINE_KEYS = ("partitions", "pipeline_parallel_degree")
+_PIPELINE_KEY = "pipeline_parallel_degree"
 _TENSOR_KEY = "tensor_parallel_degree"
+# What transformers looks for in the environment (api.md 1.1).
+_ENVIRONMENT_SPELLING = {_PIPELINE_KEY: "partitions"}
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,11 @@ def settle(
     """Fill in what the user left out and refuse what can't work.
 
     nproc: processes on this host; None for as many as the degrees need.
+    config: as `merge_config` returns it.
     Raises: ConfigError naming the option, its value and what is allowed.
     """
     config = dict(config or {})
-    degrees = degrees_of(config)
+    degrees = _degrees_of(config)
     if nnodes < 1:
         raise ConfigError(f"--nnodes is {nnodes}, expected 1 or more")
     if not 0 <= node_rank < nnodes:
@@ -114,13 +117,19 @@ def merge_config(
 ) -> dict[str, object]:
     """Join the configuration file, the named options (--pp ...) and the -o key=value pairs; later ones win.
 
-    options: by configuration key; None means not given. The pipeline degree comes out as "partitions".
-    Raises: ConfigError for an override without "=".
+    options: by configuration key; None means not given.
+    Returns: the keys that were given, by canonical name. Rules between keys are not checked here, for the
+        script may set the other key.
+    Raises: ConfigError for an unknown key, a value that its key doesn't allow, an override without "=".
     """
-    merged = _canonical(from_file)
-    merged.update(_canonical({key: value for key, value in options.items() if value is not None}))
-    merged.update(_canonical(dict(parse_override(text) for text in overrides)))
-    return merged
+    pairs = dict(parse_override(text) for text in overrides)
+    return {
+        **read(from_file, "the --config file").values,
+        **read(
+            {key: value for key, value in options.items() if value is not None}, "the command line"
+        ).values,
+        **read(pairs, "the command line (-o)").values,
+    }
 
 
 def parse_override(text: str) -> tuple[str, object]:
@@ -180,7 +189,10 @@ def config_environment(settings: LaunchSettings, inherited: Mapping[str, str]) -
     """
     if not settings.config:
         return {}
-    parameters = {**_canonical(_json_object(inherited, PARAMETERS_VARIABLE)), **settings.config}
+    before = read(_json_object(inherited, PARAMETERS_VARIABLE), PARAMETERS_VARIABLE).values
+    parameters = {
+        _ENVIRONMENT_SPELLING.get(key, key): value for key, value in {**before, **settings.config}.items()
+    }
     framework = {**_json_object(inherited, FRAMEWORK_VARIABLE), "sagemaker_mpi_enabled": True}
     return {PARAMETERS_VARIABLE: json.dumps(parameters), FRAMEWORK_VARIABLE: json.dumps(framework)}
 
@@ -207,12 +219,6 @@ def torchrun_equivalent(settings: LaunchSettings, inherited: Mapping[str, str], 
         words += ["-m"]
     words += [settings.script, *settings.script_args]
     return " ".join([f"{key}={shlex.quote(value)}" for key, value in variables.items()] + [shlex.join(words)])
-
-
-def degrees_of(config: Mapping[str, object]) -> tuple[int, int]:
-    """Return the pipeline and tensor degrees that the given keys fix; 1 where they say nothing."""
-    pipeline = next((config[key] for key in _PIPELINE_KEYS if key in config), 1)
-    return _degree(_PIPELINE_KEYS[1], pipeline), _degree(_TENSOR_KEY, config.get(_TENSOR_KEY, 1))
 
 
 def check_devices(settings: LaunchSettings, num_devices: int, inherited: Mapping[str, str]) -> None:
@@ -251,31 +257,14 @@ def _check_world(world_size: int, degrees: tuple[int, int]) -> None:
         )
 
 
-def _degree(key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
-        raise ConfigError(f"{key} is {value!r}, expected a whole number of 1 or more")
-    return int(value)
+def _degrees_of(config: Mapping[str, object]) -> tuple[int, int]:
+    """Return the pipeline and tensor degrees that the given keys fix; 1 where they say nothing."""
+    pipeline, tensor = config.get(_PIPELINE_KEY, 1), config.get(_TENSOR_KEY, 1)
+    assert isinstance(pipeline, int)
+    assert isinstance(tensor, int)
+    return pipeline, tensor
 
 
-def _canonical(config: Mapping[str, object]) -> dict[str, object]:
-    canonical, other = _PIPELINE_KEYS
-    if canonical in config and other in config and config[canonical] != config[other]:
-        raise ConfigError(
-            f"{canonical} is {config[canonical]!r} and {other} is {config[other]!r}, "
-            "but they are the same setting",
-            remedy="give one of them",
-        )
-    return {canonical if key == other else key: value for key, value in config.items()}
-
-
-def _json_object(environ: Mapping[str, str], variable: str) -> dict[str, object]:
-    value: object = environ.get(variable, "{}")
-    for _ in range(2):  # the original's launcher may encode twice
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{variable} in the environment is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{variable} in the environment is {value!r}, expected a JSON object")
-    return value
+def _json_object(environ: Mapping[str, str], variable: str) -> Mapping[str, object]:
+    text = environ.get(variable, "").strip()
+    return unwrap_json(text, variable) if text else {}

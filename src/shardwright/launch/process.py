@@ -39,6 +39,7 @@ from shardwright.launch.command import (
     worker_environment,
 )
 from shardwright.launch.devices import count_accelerators
+from shardwright.launch.relay import say
 from shardwright.launch.report import exit_status
 from shardwright.launch.supervisor import STOP_SIGNALS, Supervisor
 
@@ -63,7 +64,7 @@ def run(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> i
         if settings.log_dir is not None:
             Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
         num_cores = usable_cores()
-        print_banner(settings, environ, num_cores)
+        announce(settings, environ, num_cores)
         environments = [
             worker_environment(settings, environ, local_rank, num_cores)
             for local_rank in range(settings.nproc)
@@ -78,18 +79,16 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def print_banner(settings: LaunchSettings, environ: Mapping[str, str], num_cores: int) -> None:
+def announce(settings: LaunchSettings, environ: Mapping[str, str], num_cores: int) -> None:
     """Say on stderr what is started and how to do the same by hand; quiet from log_level "warning" on."""
     if settings.config.get("log_level", "info") not in ("debug", "info"):
         return
     where = f" on node {settings.node_rank} of {settings.nnodes}" if settings.nnodes > 1 else ""
     keys = ", ".join(f"{key} {value}" for key, value in settings.config.items())
-    print(
-        f"shardwright run: {settings.nproc} process{'es' * (settings.nproc != 1)}{where}"
-        f"{', ' + keys if keys else ''}, port {settings.master_port}\n"
-        f"  the same with torchrun: {torchrun_equivalent(settings, environ, num_cores)}",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"{settings.nproc} process{'es' * (settings.nproc != 1)}{where}{', ' + keys if keys else ''}, "
+        f"port {settings.master_port}\n"
+        f"  the same with torchrun: {torchrun_equivalent(settings, environ, num_cores)}"
     )
 
 
@@ -118,7 +117,7 @@ def _run_supervised(settings: LaunchSettings, environments: list[dict[str, str]]
     finally:
         left = guard.kill_descendants()
         if left:
-            print(f"shardwright run: processes {left} could not be killed", file=sys.stderr)
+            say(f"processes {left} could not be killed")
         os.close(alive_write)
 
 
@@ -146,10 +145,7 @@ def _wait(supervisor: int, patience_s: float) -> int:
             exit_code = ended[supervisor]
             if exit_code < 0:
                 name = signal.Signals(-exit_code).name
-                print(
-                    f"shardwright run: the supervisor was killed by {name}; all workers were stopped",
-                    file=sys.stderr,
-                )
+                say(f"the supervisor was killed by {name}; all workers were stopped")
             return exit_status(exit_code)
         timeout_s = None if give_up_at_s is None else give_up_at_s - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:

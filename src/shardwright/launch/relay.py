@@ -123,3 +123,8 @@ def write_all(fd: int, data: bytes) -> None:
             view = view[os.write(fd, view) :]
         except OSError:
             return
+
+
+def say(text: str) -> None:
+    """Write a line of the launcher's own to stderr."""
+    write_all(2, f"shardwright run: {text}\n".encode())

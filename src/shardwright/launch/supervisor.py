@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from shardwright.launch import guard
 from shardwright.launch.command import LaunchSettings
-from shardwright.launch.relay import Relay, write_all
+from shardwright.launch.relay import Relay, say
 from shardwright.launch.report import WorkerEnd, describe_failure, exit_status, first_failure, is_interrupt
 
 PEERS_S = 5.0
@@ -141,6 +141,8 @@ class Supervisor:
         self._kill_at_s = time.monotonic() + self._settings.grace_s
         self._terminate_at_s = None
         self._send_all(number)
+        again = "; once more to kill them now" if number == signal.SIGINT else ""
+        say(f"{signal.Signals(number).name}: workers have {self._settings.grace_s:g} s to end{again}")
 
     def _on_front_gone(self, fd: int) -> None:
         self._selector.unregister(fd)
@@ -221,7 +223,7 @@ class Supervisor:
         elif self._signal is not None:
             words = f"stopped by {signal.Signals(self._signal).name}\n" + words
         if words:
-            write_all(2, f"\nshardwright run: {words}".encode())
+            say(words.rstrip("\n"))
         if self._signal is not None:
             return 128 + self._signal
         if failure is not None:

@@ -58,9 +58,10 @@ class Launched:
     def processes(self) -> list[int]:
         """Every live process of this job, front and supervisor included."""
         found = []
+        mark = f"{_MARK}={self.mark}".encode()
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
             except OSError:
                 continue  # it ended meanwhile, or is somebody else's

@@ -1,4 +1,4 @@
-"""`shardwright run` with real processes: plain Python workers where possible, so that each test takes seconds."""
+"""`shardwright run` with real processes: plain Python workers where possible, so that tests are quick."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from launched import Launched, can_listen, free_port, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
@@ -25,7 +26,7 @@ if rank == 0:
     store.bind(("", int(os.environ["MASTER_PORT"])))
     store.listen()
 if rank == 1:
-    loader = "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; print('L', flush=True)"
+    loader = "import signal as s, time; [s.signal(n, s.SIG_IGN) for n in (1, 2, 15)]; print('L', flush=True)"
     for own_session in (False, True):
         process = subprocess.Popen(
             [sys.executable, "-c", loader + "; time.sleep(600)"],
@@ -270,7 +271,8 @@ def test_a_port_can_be_used_again_at_once(tmp_path: Path) -> None:
 
 def test_workers_get_torchruns_variables_and_the_configuration(tmp_path: Path) -> None:
     script = _script(
-        tmp_path, "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:], sys.stdin.read()]))"
+        tmp_path,
+        "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:], sys.stdin.read()]))",
     )
     arguments = ["--pp", "2", "--microbatches", "4", "--schedule", "simple", "-o", "memory_weight=0.5"]
     with Launched(tmp_path, *arguments, script, "--pp", "9", "-o", "x") as job:

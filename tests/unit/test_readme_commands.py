@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from readme_commands import Block, find_blocks, run_document
 
 DOCUMENT = """# Title

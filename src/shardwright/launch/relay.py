@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from shardwright.launch.report import traceback_start
 
-HOLD_S = 3.0
+HOLD_S = 5.0  # more than a failing rank needs to tell the others and end
 PARTIAL_LINE_S = 0.5  # a line without an end is shown after this time: progress dots, prompts
 _MAX_HELD_BYTES = 1 << 20
 _MAX_PARTIAL_BYTES = 1 << 16

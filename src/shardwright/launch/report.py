@@ -50,8 +50,11 @@ def traceback_start(line: str) -> int | None:
     text = line.rstrip("\r\n")
     if not text.endswith(_HEADER):
         return 0 if strip_prefix(text).startswith('  File "') else None  # a SyntaxError has no header
-    before = text[: -len(_HEADER)]
-    return 0 if strip_prefix(before) in ("", "  + Exception Group ") else len(before)
+    before = strip_prefix(text[: -len(_HEADER)])
+    if before in ("", "  + Exception Group "):
+        return 0
+    quoted = before.strip(" |") == ""  # inside the message of another exception
+    return None if quoted else len(text) - len(_HEADER)
 
 
 def strip_prefix(text: str) -> str:
@@ -112,9 +115,10 @@ def describe_failure(ends: Sequence[WorkerEnd]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def is_interrupt(traceback: str) -> bool:
-    """Does this traceback only tell of Ctrl-C?"""
-    return exception_line(traceback).startswith("KeyboardInterrupt")
+def follows_from_stop(traceback: str) -> bool:
+    """In a job that is being stopped: does this only tell of Ctrl-C, or of ranks that stopped before?"""
+    line = exception_line(traceback)
+    return line.startswith("KeyboardInterrupt") or _tells_of_another(line)
 
 
 def _one_line(end: WorkerEnd) -> str:

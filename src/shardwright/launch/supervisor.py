@@ -22,7 +22,13 @@ from typing import BinaryIO
 from shardwright.launch import guard
 from shardwright.launch.command import LaunchSettings
 from shardwright.launch.relay import Relay, say
-from shardwright.launch.report import WorkerEnd, describe_failure, exit_status, first_failure, is_interrupt
+from shardwright.launch.report import (
+    WorkerEnd,
+    describe_failure,
+    exit_status,
+    first_failure,
+    follows_from_stop,
+)
 
 PEERS_S = 5.0
 TERMINATE_S = 3.0
@@ -209,7 +215,7 @@ class Supervisor:
         """Return the traceback that explains this end, or ""."""
         if exit_code == 0 or (stderr.shown and (exit_code < 0 or now_s - stderr.traceback_time_s > _CAUSE_S)):
             return ""
-        if self._signal is not None and is_interrupt(stderr.traceback):
+        if self._signal is not None and follows_from_stop(stderr.traceback):
             stderr.drop()
             return ""
         return stderr.traceback

@@ -10,6 +10,7 @@ from shardwright.launch.report import (
     exception_line,
     exit_status,
     first_failure,
+    follows_from_stop,
     traceback_start,
 )
 
@@ -68,6 +69,7 @@ def test_exception_line(traceback: str, line: str) -> None:
         ("  + Exception Group Traceback (most recent call last):\n", 0),
         (" 50%|##  | 5/10Traceback (most recent call last):\n", 15),
         ('  File "train.py", line 1\n', 0),
+        ("  | Traceback (most recent call last):\n", None),
         ("step 3 loss 2.1\n", None),
         ("see Traceback (most recent call last): above\n", None),
     ],
@@ -128,3 +130,9 @@ def test_nothing_to_report() -> None:
 
 def test_exit_status() -> None:
     assert [exit_status(code) for code in (0, 3, -9)] == [0, 3, 137]
+
+
+def test_what_follows_from_stopping_is_not_worth_showing() -> None:
+    assert follows_from_stop(ECHO)
+    assert follows_from_stop("Traceback (most recent call last):\n  File x\nKeyboardInterrupt\n")
+    assert not follows_from_stop(PLAIN)

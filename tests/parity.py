@@ -200,7 +200,7 @@ class _Comparison:
     """Collects differences; exact unless there is a reason for another order of sums.
 
     With a reason: |difference| <= 1e-5 of the tensor's largest value. A gradient that is zero but for
-    rounding has no meaningful largest value of its own; it is measured against 1e-3 of the model's largest gradient.
+    rounding has no meaningful largest value; it is measured against 1e-3 of the model's largest gradient.
     """
 
     def __init__(self, reordered: str) -> None:

@@ -1,7 +1,7 @@
 """Training over any layout equals training in one process: loss, every gradient, weights, buffers.
 
-The cases are a covering set (see `covering` and `parity`). `make test` runs one of each model, on two processes;
-`make test-all` runs them all.
+The cases are a covering set (see `covering` and `parity`). `make test` runs one of each model, on two
+processes; `make test-all` runs them all.
 """
 
 from __future__ import annotations

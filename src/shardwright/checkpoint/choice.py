@@ -1,0 +1,108 @@
+"""Which checkpoint to resume from: rank 0 looks, everybody follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint import folder, integrity, layout
+from shardwright.checkpoint.collective import present_layout
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.errors import CheckpointError, CheckpointNotFoundError
+from shardwright.log import get_logger
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to resume from. name: what it is called; folder: where it lies (`folder.existing`)."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+
+
+def choose(root: Path, tag: str | int | None, skipped: dict[str, str]) -> Choice:
+    """Find the checkpoint that is asked for, or, without a tag, the best one that isn't skipped.
+
+    Called by: rank 0.   skipped: names found damaged so far, with the reason; what is found incomplete here
+    is added.
+    Raises: CheckpointNotFoundError if there is none; CheckpointError if the one asked for by name is
+        incomplete.
+    """
+    return _newest(root, skipped) if tag is None else _by_name(root, layout.partial_folder(tag))
+
+
+def check_layout(chosen: Choice) -> None:
+    """Compare the layout of a checkpoint with that of the job, before anything is read.
+
+    Called by: every rank, with the same outcome.   Raises: CheckpointError naming what differs, saved and
+    present.
+    """
+    saved, present = chosen.manifest.layout, present_layout()
+    if different := saved.differences(present):
+        raise CheckpointError(
+            f"checkpoint {chosen.folder.name!r} was saved with another layout: {'; '.join(different)} "
+            f"(saved {saved.describe()}, present {present.describe()})",
+            where=str(chosen.folder),
+            remedy="resume with the saved degrees; loading into another layout is not there yet",
+        )
+
+
+def shortened(sentences: Sequence[str], limit: int = 5) -> str:
+    """Join the first few, and count the rest."""
+    rest = f"; and {len(sentences) - limit} more" if len(sentences) > limit else ""
+    return "; ".join(sentences[:limit]) + rest
+
+
+def _newest(root: Path, skipped: dict[str, str]) -> Choice:
+    try:
+        newest = (root / layout.NEWEST).read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(
+            f"no partial checkpoint in {root}: no tag is given and there is no file {layout.NEWEST!r}",
+            remedy=folder.candidates(root),
+        ) from error
+    first = newest if newest.endswith(layout.PARTIAL_SUFFIX) else newest + layout.PARTIAL_SUFFIX
+    latest_first = sorted(
+        folder.partial_checkpoints(root), key=lambda kept: (kept.modified_ns, kept.folder), reverse=True
+    )
+    names = [name for name in (first, *(kept.folder for kept in latest_first)) if "/" not in name]
+    for name in dict.fromkeys(names):
+        if name in skipped:
+            continue
+        place = folder.existing(root, name)
+        manifest, problems = integrity.inspect(place)
+        harmful = integrity.harmful(problems)
+        if manifest is not None and not harmful:
+            if name != first:
+                _log.warning("going on from %s instead of %r, which %r names", place, first, layout.NEWEST)
+            return Choice(name, place, manifest)
+        skipped[name] = shortened(list(map(str, harmful)))
+        _log.warning("skipping %s: %s", place, skipped[name])
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+    raise CheckpointNotFoundError(
+        f"no complete partial checkpoint in {root}; {layout.NEWEST!r} names {newest!r}; skipped {reasons}",
+        remedy="restore the folder from a copy, or give another path",
+    )
+
+
+def _by_name(root: Path, name: str) -> Choice:
+    place = folder.existing(root, name)
+    if not place.is_dir():
+        full = name.removesuffix(layout.PARTIAL_SUFFIX)
+        hint = f" (there is a full checkpoint {full!r}: partial=False)" if (root / full).is_file() else ""
+        raise CheckpointNotFoundError(
+            f"no partial checkpoint {name!r} in {root}{hint}", remedy=folder.candidates(root)
+        )
+    manifest, problems = integrity.inspect(place)
+    harmful = integrity.harmful(problems)
+    if manifest is None or harmful:
+        raise CheckpointError(
+            f"checkpoint {name!r} is incomplete: {shortened(list(map(str, harmful)))}",
+            where=str(place),
+            remedy="resume from another checkpoint, or with tag=None from the latest complete one",
+        )
+    return Choice(name, place, manifest)

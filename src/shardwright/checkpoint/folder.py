@@ -1,0 +1,78 @@
+"""A folder of checkpoints: what lies in it, finding one by name, deleting the oldest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shardwright.checkpoint import integrity, layout, retention
+from shardwright.checkpoint.storage import local
+from shardwright.errors import CheckpointError
+
+
+def local_root(where: str) -> Path:
+    """Return the folder of checkpoints named by an absolute path.
+
+    Raises: CheckpointError if it isn't a path; NotImplementedError for a URL.
+    """
+    if where.startswith("<"):
+        raise CheckpointError(f"path is a {where.strip('<>')}, expected a string or a path")
+    if "://" in where:
+        raise NotImplementedError(
+            f"{where}: checkpoints at a URL are not there yet; use a local or mounted folder"
+        )
+    return Path(where)
+
+
+def partial_checkpoints(root: Path) -> list[retention.Kept]:
+    """List the partial checkpoints of a folder; a folder of another purpose that happens to end in "_partial"
+    is left out.
+
+    The time of a checkpoint is that of its manifest, because files put in later by others change the
+    folder's.
+    """
+    found = []
+    for name in sorted(os.listdir(root)):
+        folder = root / name
+        if not name.endswith(layout.PARTIAL_SUFFIX) or not folder.is_dir():
+            continue
+        mark = folder / layout.MANIFEST
+        if (
+            not mark.exists()
+            and not any(folder.glob("model_*.pt"))
+            and not any(folder.glob("optimizer_*.pt"))
+        ):
+            continue
+        try:
+            modified_ns = (mark if mark.exists() else folder).stat().st_mtime_ns
+        except FileNotFoundError:
+            continue
+        _, problems = integrity.inspect(folder)
+        found.append(retention.Kept(name, modified_ns, complete=not integrity.harmful(problems)))
+    return found
+
+
+def prune(root: Path, *, newest: str, keep: int | None, unique: str) -> None:
+    """Delete the oldest partial checkpoints until `keep` are left. Called by rank 0, after `newest` moved."""
+    if keep is None:
+        return
+    for folder in retention.surplus(partial_checkpoints(root), newest=newest, keep=keep):
+        local.remove(root / folder, unique=unique)
+
+
+def existing(root: Path, name: str) -> Path:
+    """Return where a checkpoint lies: under its own name, or under the one it has while a save of its tag
+    replaces it.
+    """
+    previous = root / layout.previous_folder(name)
+    return previous if not (root / name).exists() and previous.exists() else root / name
+
+
+def candidates(root: Path) -> str:
+    """Say, as the remedy of an error, which partial checkpoints a folder holds."""
+    if not root.is_dir():
+        return f"check the path: {root} is not a folder"
+    found = [kept.folder + ("" if kept.complete else " (incomplete)") for kept in partial_checkpoints(root)]
+    return (
+        f"tag= one of {', '.join(found)}" if found else f"check the path: {root} holds no partial checkpoint"
+    )

@@ -1,0 +1,184 @@
+"""Is a checkpoint whole? Checksums while writing, and every way in which a folder can be broken, by name.
+
+Only the standard library and xxhash: works without torch and without a process group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+
+from shardwright.checkpoint import layout
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.errors import CheckpointError
+
+SKIP_CHECKSUMS_ENV = "SHARDWRIGHT_SKIP_CHECKSUMS"
+_READ_BYTES = 4 << 20
+
+Kind = Literal["half-written", "manifest", "missing", "cut", "grown", "flipped", "unreadable", "extra"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a checkpoint folder.
+
+    kind: "half-written" no manifest, the save never finished; "manifest" it is damaged or unknown; "missing"
+    a file; "cut"/"grown" a file of the wrong size; "flipped" the right size with other content; "unreadable"
+    the system refuses to read it; "extra" a file that the manifest doesn't list (harmless).
+    """
+
+    kind: Kind
+    file: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.file} is {self.kind}: {self.detail}"
+
+
+class HashingWriter:
+    """A new file that counts and hashes what is written to it, and reaches the disk before it counts as done.
+
+    torch.save writes through C++ code that must not see an exception, so a failed write is remembered, later
+    ones are dropped, and `finish` raises it.
+
+    Protocol: write, ... , then finish once; or close after an exception.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size_bytes = 0
+        self._digest = xxhash.xxh3_128()
+        self._failure: OSError | None = None
+        self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by finish or close
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes; returns how many, also when the disk refused them (see `finish`)."""
+        num_bytes = memoryview(data).nbytes
+        if self._failure is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._failure = error
+            else:
+                self._digest.update(data)
+                self.size_bytes += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Part of the file interface that torch.save expects; `finish` does the work."""
+
+    def finish(self) -> str:
+        """Flush to the disk, close, and return the digest (xxh3_128, hex).
+
+        Raises: OSError of the first write that failed (no space left, quota, I/O error), with the file's
+            name.
+        """
+        try:
+            if self._failure is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self._failure = error
+        self.close()
+        if self._failure is not None:
+            raise OSError(self._failure.errno, self._failure.strerror, str(self.path)) from self._failure
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Close without promises; for the path after an exception."""
+        with suppress(OSError):  # the buffer may hold what the disk refused
+            self._file.close()
+
+
+def file_digest(path: Path) -> str:
+    """Return the xxh3_128 of a file, hex. Reads it once."""
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint folder.
+
+    Raises: CheckpointError if there is none (the save never finished) or it is damaged.
+    """
+    path = folder / layout.MANIFEST
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"{folder.name} has no {layout.MANIFEST}: the save never finished, or another library wrote it",
+            where=str(folder),
+        ) from error
+    return Manifest.from_bytes(data, where=str(path))
+
+
+def inspect(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+    """Check everything that can be seen without reading the files: the manifest, that all files are there,
+    sizes.
+
+    Returns: the manifest (None if unusable) and the problems, "extra" files included.
+    """
+    if not (folder / layout.MANIFEST).exists():
+        return None, [Problem("half-written", layout.MANIFEST, "not there, so the save never finished")]
+    try:
+        manifest = read_manifest(folder)
+    except (CheckpointError, OSError) as error:
+        what = error.what if isinstance(error, CheckpointError) else str(error)
+        return None, [Problem("manifest", layout.MANIFEST, what)]
+    problems = check_files(folder, manifest, manifest.files, checksums=False)
+    listed = {*manifest.files, layout.MANIFEST}
+    problems += [
+        Problem("extra", name, "not listed in the manifest")
+        for name in sorted(os.listdir(folder))
+        if name not in listed
+    ]
+    return manifest, problems
+
+
+def check_files(
+    folder: Path, manifest: Manifest, names: Collection[str], *, checksums: bool
+) -> list[Problem]:
+    """Compare some files of the manifest with what is on disk.
+
+    names: files listed in the manifest.   checksums: also read them and compare the content.
+    """
+    problems = []
+    for name in sorted(names):
+        record = manifest.files[name]
+        try:
+            size_bytes = os.stat(folder / name).st_size
+            if size_bytes != record.size_bytes:
+                kind: Kind = "cut" if size_bytes < record.size_bytes else "grown"
+                problems.append(Problem(kind, name, f"{size_bytes} bytes, expected {record.size_bytes}"))
+            elif checksums and (digest := file_digest(folder / name)) != record.digest:
+                problems.append(Problem("flipped", name, f"checksum {digest}, expected {record.digest}"))
+        except FileNotFoundError:
+            problems.append(Problem("missing", name, "listed in the manifest, not on disk"))
+        except OSError as error:
+            problems.append(Problem("unreadable", name, str(error)))
+    return problems
+
+
+def verify(folder: Path) -> list[Problem]:
+    """Find every fault of a checkpoint folder, all files read. Empty: it is exactly what was saved."""
+    manifest, problems = inspect(folder)
+    if manifest is None:
+        return problems
+    broken = {problem.file for problem in problems}
+    return problems + check_files(folder, manifest, manifest.files.keys() - broken, checksums=True)
+
+
+def harmful(problems: Collection[Problem]) -> list[Problem]:
+    """Leave out what doesn't keep a checkpoint from loading."""
+    return [problem for problem in problems if problem.kind != "extra"]

@@ -1,0 +1,287 @@
+"""Resuming from a checkpoint: chosen once, compared, verified, and only then read.
+
+Source: api.md 9.6, design.md sections 6 and 9.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint import choice, folder, integrity, layout, random_state, safe_loading, state
+from shardwright.checkpoint.choice import Choice
+from shardwright.checkpoint.collective import absolute, agree, collect, run_everywhere, run_on_rank_zero
+from shardwright.checkpoint.layout import StateRole
+from shardwright.checkpoint.manifest import OBJECT
+from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
+from shardwright.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from shardwright.log import get_logger, rank_zero
+from shardwright.topology import rng
+from shardwright.topology.context import world
+
+_log = get_logger(__name__)
+_CALL = "resume_from_checkpoint"
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the caller asked for, equal on all ranks, and the objects of this rank to load into."""
+
+    root: Path
+    tag: str | int | None
+    strict: bool
+    trust: bool
+    model: CheckpointModel
+    optimizer: CheckpointOptimizer | None
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files that this rank reads; None where the checkpoint has none, or none is asked for."""
+
+    model: str | None
+    optimizer: str | None
+    user_content: str | None
+    rng: str
+
+    def required(self, *, strict: bool) -> set[str]:
+        """The ones that must be whole."""
+        names = {self.model, self.optimizer, self.user_content, self.rng if strict else None}
+        return {name for name in names if name is not None}
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | int | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    *,
+    model: CheckpointModel | None,
+    optimizer: CheckpointOptimizer | None,
+    load_optimizer_states: bool | None = None,
+    trust: bool | None = None,
+) -> Any:
+    """Continue from a checkpoint that `save_checkpoint` wrote with the same layout.
+
+    Called by: every rank of the world, with the same arguments, after both wrappers were made.
+    Collectives: a few small ones over the world, one more when the tensors are loaded.
+    tag: with or without "_partial"; None takes the one in `path/newest`, or, where that one is incomplete,
+    the latest complete one, and says so.   strict: names must match, and this rank's random state must be
+    there. load_optimizer (or load_optimizer_states): False leaves the optimizer fresh.
+    load_sharded_optimizer_state, translate_function: for sharded data parallelism and full checkpoints,
+    without effect here.
+    trust: load files that could run code.
+    The saved partition is taken over and the random state restored at once; tensors are loaded when the model
+    is partitioned: now with one stage, else during the first step.
+    Returns: the user content, {} if there is none.
+    Raises: the same error on every rank. CheckpointNotFoundError (a FileNotFoundError) naming folder, tag and
+        what is there; CheckpointError if the checkpoint is damaged, was saved with another layout, or doesn't
+        fit the model; UsageError before the model is wrapped; NotImplementedError for full checkpoints.
+    """
+    where = absolute(path)
+    with_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
+    trust = safe_loading.trusted(trust)
+    agree(
+        _CALL,
+        {
+            "path": where,
+            "tag": tag,
+            "partial": partial,
+            "strict": strict,
+            "load_optimizer": with_optimizer,
+            "has model": model is not None,
+            "has optimizer": optimizer is not None,
+            "trust": trust,
+        },
+    )
+    if model is None:
+        raise UsageError(
+            f"{_CALL} before the model is wrapped",
+            remedy="call it after smp.DistributedModel and smp.DistributedOptimizer",
+        )
+    root = folder.local_root(where)
+    if not partial:
+        _refuse_full(root, tag)
+    request = _Request(root, tag, strict, trust, model, optimizer if with_optimizer else None)
+    chosen, files = _choose_whole(request)
+    run_everywhere(_CALL, lambda: _check_names(chosen, request))
+    loaded = run_everywhere(_CALL, lambda: _open(chosen, files, request))
+    record = chosen.manifest.partition
+    if record is not None:
+        run_everywhere(_CALL, lambda: model.restore_partition(record))
+    content = loaded.pop(files.user_content, None) if files.user_content else None
+    random = loaded.pop(files.rng, None)
+    model.run_when_partitioned(lambda: _load_tensors(chosen, files, loaded, request))
+    if random is not None:
+        captured, position = random
+        rng.restore(captured)
+        model.restore_random_position(position)
+    if rank_zero():
+        _log.info("resuming from %s", chosen.folder)
+    return {} if content is None else content
+
+
+def _refuse_full(root: Path, tag: str | int | None) -> None:
+    """Full checkpoints come later; but one that isn't there is reported as not there."""
+
+    def look() -> None:
+        name = None if tag is None else layout.check_tag(tag)
+        if name is None or not (root / name).is_file():
+            raise CheckpointNotFoundError(
+                f"no full checkpoint {'(no tag given)' if name is None else repr(name)} in {root}",
+                remedy=folder.candidates(root) + ", with partial=True",
+            )
+
+    run_on_rank_zero(_CALL, look)
+    raise NotImplementedError("full checkpoints (partial=False) are not there yet; resume with partial=True")
+
+
+def _choose_whole(request: _Request) -> tuple[Choice, _Files]:
+    """Settle on a checkpoint whose files are whole on all ranks; without a tag, go back until one is."""
+    skipped: dict[str, str] = {}
+    while True:
+        chosen = run_on_rank_zero(_CALL, lambda: choice.choose(request.root, request.tag, skipped))
+        choice.check_layout(chosen)
+        files = run_everywhere(_CALL, lambda c=chosen: _own_files(c, request))
+        per_rank = collect(_CALL, lambda c=chosen, f=files: _verify(c, f, request))
+        damage = [
+            f"{problem} (rank {rank})" for rank, problems in enumerate(per_rank) for problem in problems
+        ]
+        if not damage:
+            return chosen, files
+        text = choice.shortened(damage)
+        if request.tag is not None:
+            raise CheckpointError(
+                f"{_CALL}: checkpoint {chosen.folder.name!r} is damaged: {text}",
+                where=str(chosen.folder),
+                remedy="resume from another checkpoint, or with tag=None from the latest complete one",
+            )
+        skipped[chosen.name] = text
+        if rank_zero():
+            _log.warning("%s: skipping %s, it is damaged: %s", _CALL, chosen.folder, text)
+
+
+def _own_files(chosen: Choice, request: _Request) -> _Files:
+    """Name the files this rank reads.
+
+    Raises: CheckpointError if the checkpoint holds no model (strict), or no optimizer although it is asked
+        for.
+    """
+    manifest, here = chosen.manifest, world()
+
+    def own(role: StateRole) -> str:
+        at, sharded = here.coordinates, manifest.layout.shard_optimizer_state
+        return layout.state_file(role, pp=at.pp, tp=at.tp, rdp=at.rdp, shard_optimizer_state=sharded)
+
+    if request.strict and not manifest.has("model"):
+        raise CheckpointError(
+            f"checkpoint {chosen.folder.name!r} holds no model: it was saved with model=None",
+            remedy="resume from another checkpoint; strict=False goes on with the present weights",
+        )
+    if request.optimizer is not None and not manifest.has("optimizer"):
+        raise CheckpointError(
+            f"checkpoint {chosen.folder.name!r} holds no optimizer state: it was saved with optimizer=None",
+            remedy="resume with load_optimizer=False to go on with a fresh optimizer",
+        )
+    files = _Files(
+        model=own("model") if manifest.has("model") else None,
+        optimizer=own("optimizer") if request.optimizer is not None else None,
+        user_content=layout.USER_CONTENT if layout.USER_CONTENT in manifest.files else None,
+        rng=layout.rng_file(here.rank),
+    )
+    if unlisted := files.required(strict=request.strict) - manifest.files.keys():
+        raise CheckpointError(
+            f"the manifest of {chosen.folder.name!r} lists no {', '.join(sorted(unlisted))}"
+        )
+    return files
+
+
+def _verify(chosen: Choice, files: _Files, request: _Request) -> list[integrity.Problem]:
+    checksums = os.environ.get(integrity.SKIP_CHECKSUMS_ENV, "").strip().lower() not in (
+        "1",
+        "true",
+        "yes",
+        "on",
+    )
+    return integrity.check_files(
+        chosen.folder, chosen.manifest, files.required(strict=request.strict), checksums=checksums
+    )
+
+
+def _check_names(chosen: Choice, request: _Request) -> None:
+    """Compare the whole model with the whole checkpoint, before anything is read."""
+    if not chosen.manifest.has("model"):
+        return
+    entries = [entry for entry in chosen.manifest.entries if entry.role == "model" and entry.dtype != OBJECT]
+    saved = {entry.name: entry.shape for entry in entries}
+    present = {name: tuple(shape) for name, shape in request.model.names_and_shapes().items()}
+    problems = [
+        f"{name!r} saved {list(saved[name])}, present {list(shape)}"
+        for name, shape in present.items()
+        if name in saved and saved[name] != shape
+    ]
+    if request.strict:
+        problems += [f"{name!r} is only in the checkpoint" for name in saved if name not in present]
+        problems += [f"{name!r} is only in the model" for name in present if name not in saved]
+    if problems:
+        raise CheckpointError(
+            f"checkpoint {chosen.folder.name!r} doesn't fit the model: {choice.shortened(problems)}",
+            remedy="build the model as it was when saved; strict=False tolerates names, not shapes",
+        )
+
+
+def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
+    """Map this rank's files; nothing is copied yet, and the mapping survives a deletion of the folder.
+
+    Returns: content by file name; under the rng file's name what `random_state.unpack` returns, if it could
+        be read.
+    """
+    loaded = {}
+    for name in sorted(files.required(strict=request.strict) - {files.rng}):
+        path = chosen.folder / name
+        # transformers leaves an empty user content as a marker
+        loaded[name] = safe_loading.read_file(path, trust=request.trust) if path.stat().st_size else {}
+    try:
+        loaded[files.rng] = _read_random_state(chosen, files.rng, trust=request.trust)
+    except CheckpointError as error:
+        if request.strict:
+            raise
+        _log.warning("%s: random state not restored: %s", _CALL, error.what)
+    return loaded
+
+
+def _read_random_state(chosen: Choice, name: str, *, trust: bool) -> tuple[rng.RngState, dict[str, int]]:
+    """Read the random state of this rank, whole or with an error."""
+    if name not in chosen.manifest.files:
+        raise CheckpointError(f"the manifest of {chosen.folder.name!r} lists no {name}")
+    problems = integrity.check_files(chosen.folder, chosen.manifest, [name], checksums=True)
+    if problems:
+        raise CheckpointError(choice.shortened(list(map(str, problems))), where=str(chosen.folder))
+    try:
+        return random_state.unpack(safe_loading.read_file(chosen.folder / name, trust=trust))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{name} doesn't hold a random state: {error!r}", where=str(chosen.folder)
+        ) from error
+
+
+def _load_tensors(chosen: Choice, files: _Files, loaded: dict[str, Any], request: _Request) -> None:
+    """Load into the partitioned model and optimizer: on all ranks, or with an error on all."""
+
+    def load() -> None:
+        if files.model is not None:
+            values = loaded.pop(files.model)
+            plain = {name: value for name, value in values.items() if name != state.PARTIAL_MARK}
+            request.model.load_local(plain, strict=request.strict)
+        if files.optimizer is not None and request.optimizer is not None:
+            present: Sequence[Sequence[str]] = request.optimizer.group_names()
+            attached = state.attach_by_name(loaded.pop(files.optimizer), present, strict=request.strict)
+            request.optimizer.load_local({**state.own_copy(attached), state.PARTIAL_MARK: True})
+
+    run_everywhere(f"{_CALL}, loading {chosen.folder.name!r}", load)

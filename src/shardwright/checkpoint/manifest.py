@@ -1,0 +1,238 @@
+"""What is inside a checkpoint: the JSON file that is written last and makes it valid.
+
+Version 1, one object:
+
+    format, version    "shardwright checkpoint", 1
+    checksum           xxh3_128 over the canonical JSON of everything else
+    kind               "partial"
+    tag, save_id       the tag; a random id of this save
+    saved_at_s         seconds since the epoch
+    layout             pp, tp, rdp, placement, shard_optimizer_state, sharded_data_parallel_degree, precision
+    versions           of shardwright, torch, python
+    partition          the partition plan as JSON, or null with one stage
+    ties               lists of names that are one tensor
+    param_groups       per optimizer group: plain names of all its parameters, unpartitioned order
+    files              name -> bytes, xxh3_128, role, writer (world rank)
+    entries            one per model tensor and per optimizer state value:
+      role             "model", "optimizer", "fp16_states"
+      name             plain name of the parameter or buffer
+      state            null for the model; else the state's name ("exp_avg"; nested ones joined by "/")
+      shape, dtype     of the whole tensor; dtype "object" for a value that isn't a tensor
+      slices           [file, key] for a whole copy, or [file, key, offset, shape] for the part of the
+                       whole tensor it is; key: the path of dict keys and list indices inside the loaded file
+
+Readers ignore fields they don't know and refuse a version they don't know.
+Source: design.md section 6.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+import xxhash
+
+from shardwright.checkpoint.layout import Layout, Role, StateRole
+from shardwright.errors import CheckpointError
+
+FORMAT = "shardwright checkpoint"
+VERSION = 1
+OBJECT = "object"
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One stored copy of a part of a tensor. offset, shape: in the whole tensor, elements per dim."""
+
+    file: str
+    key: KeyPath
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor (or plain value) of the model or of the optimizer state, and everywhere it is stored."""
+
+    role: StateRole
+    name: str
+    state: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: size_bytes, digest (xxh3_128, hex), what it holds, and the world rank that wrote it."""
+
+    size_bytes: int
+    digest: str
+    role: Role
+    writer: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json; see the module's description for each field."""
+
+    tag: str
+    save_id: str
+    saved_at_s: int
+    layout: Layout
+    versions: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+    entries: tuple[Entry, ...]
+    partition: Mapping[str, Any] | None = None
+    ties: tuple[tuple[str, ...], ...] = ()
+    param_groups: tuple[tuple[str, ...], ...] = ()
+    kind: Literal["partial", "full"] = "partial"
+
+    def to_bytes(self) -> bytes:
+        """Return the JSON text of the file, checksum included."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.kind,
+            "tag": self.tag,
+            "save_id": self.save_id,
+            "saved_at_s": self.saved_at_s,
+            "layout": asdict(self.layout),
+            "versions": dict(self.versions),
+            "partition": self.partition,
+            "ties": self.ties,
+            "param_groups": self.param_groups,
+            "files": {
+                name: {"bytes": f.size_bytes, "xxh3_128": f.digest, "role": f.role, "writer": f.writer}
+                for name, f in self.files.items()
+            },
+            "entries": [_entry_to_json(entry) for entry in self.entries],
+        }
+        return json.dumps({"checksum": _checksum(body), **body}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, where: str) -> Manifest:
+        """Read a manifest; `where` names the file in errors.
+
+        Raises: CheckpointError if it is cut, changed, of another format, or of a version this release doesn't
+            know.
+        """
+        try:
+            body = json.loads(data)
+        except ValueError as error:
+            raise CheckpointError(f"the manifest is cut or changed: {error}", where=where) from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise CheckpointError("the manifest isn't one of this library", where=where)
+        if body.get("version") != VERSION:
+            raise CheckpointError(
+                f"the manifest has version {body.get('version')!r}, this release reads version {VERSION}",
+                where=where,
+                remedy="load the checkpoint with the release of shardwright that wrote it, or a later one",
+            )
+        claimed = body.pop("checksum", None)
+        if claimed != _checksum(body):
+            raise CheckpointError(
+                f"the manifest is changed: its checksum is {_checksum(body)}, it says {claimed}", where=where
+            )
+        try:
+            return cls(
+                tag=str(body["tag"]),
+                save_id=str(body["save_id"]),
+                saved_at_s=int(body["saved_at_s"]),
+                layout=Layout(
+                    **{k: v for k, v in body["layout"].items() if k in Layout.__dataclass_fields__}
+                ),
+                versions=body["versions"],
+                files={_plain(name): _file_from_json(f) for name, f in body["files"].items()},
+                entries=tuple(_entry_from_json(entry) for entry in body["entries"]),
+                partition=body["partition"],
+                ties=tuple(tuple(names) for names in body["ties"]),
+                param_groups=tuple(tuple(names) for names in body["param_groups"]),
+                kind=body["kind"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"the manifest has an unexpected content: {type(error).__name__}: {error}", where=where
+            ) from error
+
+    def names(self, role: StateRole) -> dict[str, tuple[int, ...]]:
+        """Return the whole shape of every tensor of a role by plain name (for the model: one per entry)."""
+        return {entry.name: entry.shape for entry in self.entries if entry.role == role}
+
+    def has(self, role: Role) -> bool:
+        """True if at least one file of this role was written."""
+        return any(record.role == role for record in self.files.values())
+
+
+def merge_entries(per_rank: Iterable[Sequence[Entry]]) -> tuple[Entry, ...]:
+    """Join the entries that each rank reports for what it wrote: one per tensor, with the slices of all
+    ranks.
+
+    Raises: CheckpointError if two ranks report one tensor with different shapes or dtypes.
+    """
+    merged: dict[tuple[str, str, str | None], Entry] = {}
+    for entries in per_rank:
+        for entry in entries:
+            key = (entry.role, entry.name, entry.state)
+            known = merged.get(key)
+            if known is None:
+                merged[key] = entry
+                continue
+            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                label = entry.name if entry.state is None else f"{entry.name} ({entry.state})"
+                raise CheckpointError(
+                    f"ranks disagree about {label!r}: {known.dtype} {list(known.shape)} in "
+                    f"{known.slices[0].file}, {entry.dtype} {list(entry.shape)} in {entry.slices[0].file}"
+                )
+            merged[key] = Entry(*key, known.shape, known.dtype, known.slices + entry.slices)
+    return tuple(merged.values())
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _plain(name: str) -> str:
+    if not name or "/" in name or "\\" in name or name in (".", ".."):
+        raise ValueError(f"{name!r} isn't a plain file name")
+    return name
+
+
+def _file_from_json(data: Mapping[str, Any]) -> FileRecord:
+    return FileRecord(
+        size_bytes=int(data["bytes"]),
+        digest=str(data["xxh3_128"]),
+        role=data["role"],
+        writer=int(data["writer"]),
+    )
+
+
+def _entry_to_json(entry: Entry) -> dict[str, Any]:
+    slices: list[list[Any]] = []
+    for part in entry.slices:
+        whole = part.shape == entry.shape
+        slices.append([part.file, part.key] if whole else [part.file, part.key, part.offset, part.shape])
+    return {
+        "role": entry.role,
+        "name": entry.name,
+        "state": entry.state,
+        "shape": entry.shape,
+        "dtype": entry.dtype,
+        "slices": slices,
+    }
+
+
+def _entry_from_json(data: Mapping[str, Any]) -> Entry:
+    shape = tuple(int(size) for size in data["shape"])
+    slices = []
+    for part in data["slices"]:
+        file, key = _plain(part[0]), tuple(part[1])
+        offset, size = (part[2], part[3]) if len(part) == 4 else ([0] * len(shape), shape)
+        slices.append(Slice(file, key, tuple(offset), tuple(size)))
+    role = cast(StateRole, data["role"])
+    return Entry(role, str(data["name"]), data["state"], shape, str(data["dtype"]), tuple(slices))

@@ -1,0 +1,207 @@
+"""Files that load without running code: what may be inside, writing them, reading them.
+
+Loading uses torch's weights-only unpickler with the allow-list below. Writing reads each file back the same
+way, so that what save accepts, load returns; everything else is refused at save time with the name of the
+type.
+
+`trust=True`, or SHARDWRIGHT_TRUST_CHECKPOINTS=1, turns the check off on both sides: then a file may hold any
+picklable object, and loading it may run any code its author put there.
+
+Source: design.md section 9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import functools
+import os
+import pathlib
+import pickle
+import types
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from shardwright.checkpoint.integrity import HashingWriter
+from shardwright.errors import CheckpointError
+
+TRUST_ENV = "SHARDWRIGHT_TRUST_CHECKPOINTS"
+_ALLOWED_IN_WORDS = (
+    "numbers, strings, bytes, None, lists, tuples, sets, dicts, collections, tensors and torch types, "
+    "numpy scalars and arrays, argparse.Namespace, pathlib paths, datetime"
+)
+
+
+def trusted(trust: bool | None) -> bool:
+    """Return the decision of the call, or of the environment where the call leaves it open."""
+    if trust is not None:
+        return trust
+    return os.environ.get(TRUST_ENV, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def write_file(path: Path, content: object, *, trust: bool) -> tuple[int, str]:
+    """Write a new torch file durably and make sure that it can be read back.
+
+    Returns: its size in bytes and its digest (xxh3_128, hex).
+    Raises: OSError if the disk refuses; CheckpointError naming the type if the content can't be pickled, or
+        safe loading would refuse it.
+    """
+    writer = HashingWriter(path)
+    try:
+        torch.save(content, cast(IO[bytes], writer), pickle_module=_Portable)
+    except Exception as error:
+        writer.close()
+        raise CheckpointError(
+            f"{path.name} can't be written, its content can't be pickled: {type(error).__name__}: {error}",
+            remedy=f"save plain values: {_ALLOWED_IN_WORDS}",
+        ) from error
+    digest = writer.finish()
+    if not trust:
+        _refuse_at_save_time(path)
+    return writer.size_bytes, digest
+
+
+def read_file(path: Path, *, trust: bool) -> Any:
+    """Load a torch file; its tensors are memory-mapped, private to this process, on the CPU.
+
+    Raises: CheckpointError naming the file, and the type where that is the reason.
+    """
+    try:
+        if trust:
+            return torch.load(path, weights_only=False, mmap=True, map_location="cpu")
+        with safe_globals(allow_list()):
+            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except Exception as error:
+        refused = [] if trust else _refused_types(path)
+        if refused:
+            raise CheckpointError(
+                f"{path.name} holds {', '.join(refused)}, which safe loading refuses: it could run code",
+                where=str(path),
+                remedy=f"if you know who wrote it: trust=True or {TRUST_ENV}=1",
+            ) from error
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise CheckpointError(
+            f"{path.name} can't be loaded{'' if trust else ' safely'}: {reason}",
+            where=str(path),
+        ) from error
+
+
+@functools.cache
+def allow_list() -> list[Any]:
+    """Return the classes and functions that a file may name, in the form torch.serialization.safe_globals
+    takes.
+
+    Each only builds the value it stands for. Data classes and other user types are left out on purpose:
+    whether building one is harmless only its author knows.
+    """
+    builtin = (
+        int,
+        float,
+        complex,
+        bool,
+        str,
+        bytes,
+        bytearray,
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        range,
+        slice,
+    )
+    standard = (
+        argparse.Namespace,
+        types.SimpleNamespace,
+        collections.OrderedDict,
+        collections.Counter,
+        collections.defaultdict,
+        collections.deque,
+        datetime.datetime,
+        datetime.date,
+        datetime.time,
+        datetime.timedelta,
+        datetime.timezone,
+        decimal.Decimal,
+        fractions.Fraction,
+        uuid.UUID,
+    )
+    paths = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+    # Python 3.13 writes these under another module name than earlier versions read, and the other way round.
+    path_names = [
+        (cls, f"{module}.{cls.__name__}") for cls in paths for module in ("pathlib", "pathlib._local")
+    ]
+    return [*builtin, *standard, *path_names, *_numpy_allow_list()]
+
+
+def _numpy_allow_list() -> list[Any]:
+    scalars = {kind for kind in np.sctypeDict.values() if kind is not np.object_}
+    dtypes = {type(np.dtype(kind)) for kind in np.sctypeDict.values()}
+    rebuild_array = np.ndarray(0).__reduce__()[0]
+    rebuild_scalar = np.float64(0).__reduce__()[0]
+    # numpy 1 and 2 call the same two functions by different module names.
+    functions = [
+        (function, f"{module}.multiarray.{name}")
+        for module in ("numpy.core", "numpy._core")
+        for function, name in ((rebuild_array, "_reconstruct"), (rebuild_scalar, "scalar"))
+    ]
+    return [np.ndarray, np.dtype, *scalars, *dtypes, *functions]
+
+
+def _refuse_at_save_time(path: Path) -> None:
+    try:
+        read_file(path, trust=False)
+    except CheckpointError as error:
+        refused = _refused_types(path)
+        what = (
+            f"{path.name} would hold {', '.join(refused)}, which safe loading refuses"
+            if refused
+            else f"{path.name} could not be loaded again: {error.what}"
+        )
+        raise CheckpointError(
+            what,
+            remedy=f"save plain values ({_ALLOWED_IN_WORDS}; dataclasses.asdict for a data class), "
+            f"or opt in for saving and loading with trust=True or {TRUST_ENV}=1",
+        ) from error
+
+
+def _refused_types(path: Path) -> list[str]:
+    try:
+        with safe_globals(allow_list()):
+            return sorted(get_unsafe_globals_in_checkpoint(str(path)))
+    except Exception:  # not a torch file at all: the caller reports the first error
+        return []
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+class _PortablePickler(pickle.Pickler):
+    """Writes collections in the one form that the weights-only unpickler can rebuild: a call with all the
+    items.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is collections.deque:
+            return collections.deque, (list(obj), obj.maxlen)
+        if type(obj) is collections.defaultdict:
+            return collections.defaultdict, (obj.default_factory, dict(obj))
+        return NotImplemented
+
+
+class _Portable:
+    """The pickle module that torch.save is given."""
+
+    Pickler: Callable[..., pickle.Pickler] = _PortablePickler
+    dump = pickle.dump
+    dumps = pickle.dumps

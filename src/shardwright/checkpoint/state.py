@@ -1,0 +1,283 @@
+"""What a checkpoint needs from the model and the optimizer, and how their state becomes manifest entries.
+
+The engine's wrappers fulfil the two protocols; nothing here knows pipelines or process groups.
+Names are those of the plain user module, without any prefix of a wrapper.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shardwright.checkpoint.layout import StateRole
+from shardwright.checkpoint.manifest import OBJECT, Entry, KeyPath, Slice
+from shardwright.errors import CheckpointError
+
+PARTIAL_MARK = "_smp_is_partial"
+PARAM_NAMES = "param_names"
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor of this rank's state dict: what it is in the whole model.
+
+    shape: of the whole tensor.   dtype: such as "float32".   offset, local_shape: the part this rank holds,
+    elements per dim; zeros and `shape` where nothing is sliced.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+
+class CheckpointModel(Protocol):
+    """What save and load ask of a wrapped model. None of the calls communicates unless it says so."""
+
+    @property
+    def partitioned(self) -> bool:
+        """True once this rank knows and holds its own part."""
+
+    def names_and_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every key of the unpartitioned state dict with its whole shape; equal on all ranks, known before
+        partitioning.
+
+        Keys whose value isn't a tensor (`_extra_state`) are left out.
+        """
+
+    def tied_names(self) -> Sequence[Sequence[str]]:
+        """Groups of names that are one tensor in the unpartitioned model; equal on all ranks."""
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's parameters and persistent buffers by plain name, plus `_smp_is_partial: True`."""
+
+    def tensor_table(self) -> Sequence[TensorRow]:
+        """One row per tensor of `local_state_dict()`."""
+
+    def partition_record(self) -> Mapping[str, Any] | None:
+        """The partition plan as JSON values, "stage_of" (module name to stage) among them; None with one
+        stage.
+        """
+
+    def restore_partition(self, record: Mapping[str, Any]) -> None:
+        """Take this plan instead of tracing; called on every rank, before or after partitioning.
+
+        Raises: PartitionError if the plan doesn't fit the model, or the model is already partitioned in
+            another way.
+        """
+
+    def run_when_partitioned(self, callback: Callable[[], None]) -> None:
+        """Run the callback once, on the main thread of every rank: now if partitioned, else right after
+        partitioning.
+
+        It comes before the post-partition hooks and issues collectives over the world.
+        """
+
+    def load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Copy values into this rank's parameters and buffers. state: as `local_state_dict()`, without the
+        mark, CPU.
+
+        Names are compared with this rank's own. Raises: an error naming what is missing or unexpected, if
+        strict.
+        """
+
+    def random_position(self) -> Mapping[str, int]:
+        """The counters that derived random streams depend on (the step number, ...)."""
+
+    def restore_random_position(self, position: Mapping[str, int]) -> None:
+        """Continue the derived random streams from here."""
+
+
+class CheckpointOptimizer(Protocol):
+    """What save and load ask of a wrapped optimizer."""
+
+    def full_group_names(self) -> Sequence[Sequence[str]]:
+        """Per parameter group: plain names of all its parameters in the unpartitioned order; equal on all
+        ranks.
+        """
+
+    def group_names(self) -> Sequence[Sequence[str]]:
+        """Per parameter group: plain names of the parameters this rank holds, in the order of
+        `group["params"]`.
+        """
+
+    def local_state_dict(self, *, gather_if_shard: bool = True) -> dict[str, Any]:
+        """torch's form: "state" keyed by index over this rank's groups, "param_groups", plus
+        `_smp_is_partial: True`.
+        """
+
+    def load_local(self, state: dict[str, Any]) -> None:
+        """Take over a dict in that form, indices as in `group_names()`. The tensors are the optimizer's to
+        keep.
+        """
+
+
+def model_entries(file: str, state: Mapping[str, Any], table: Sequence[TensorRow]) -> list[Entry]:
+    """Describe a rank's model file for the manifest."""
+    rows = {row.name: row for row in table}
+    entries = []
+    for name, value in state.items():
+        if name == PARTIAL_MARK:
+            continue
+        if not isinstance(value, torch.Tensor):
+            entries.append(_plain_entry("model", name, None, file, (name,)))
+            continue
+        row = rows.get(name)
+        if row is None:
+            raise CheckpointError(f"the model's tensor table has no row for {name!r} of its local state dict")
+        if tuple(value.shape) != row.local_shape:
+            raise CheckpointError(
+                f"{name!r} is {list(value.shape)}, its tensor table says {list(row.local_shape)}"
+            )
+        part = Slice(file, (name,), row.offset, row.local_shape)
+        entries.append(Entry("model", name, None, row.shape, dtype_name(value), (part,)))
+    return entries
+
+
+def optimizer_entries(
+    role: StateRole, file: str, state: Mapping[int, Any], names: Sequence[str], table: Sequence[TensorRow]
+) -> list[Entry]:
+    """Describe a rank's optimizer file for the manifest.
+
+    state: the "state" of the file.   names: plain name of each index.   A state tensor of its parameter's
+    shape is sliced like the parameter; any other is whole by itself.
+    """
+    rows = {row.name: row for row in table}
+    entries = []
+    for index, values in state.items():
+        row = rows.get(names[index])
+        for path, value in _leaves(values, ()):
+            label = "/".join(str(step) for step in path)
+            key: KeyPath = ("state", index, *path)
+            if not isinstance(value, torch.Tensor):
+                entries.append(_plain_entry(role, names[index], label, file, key))
+                continue
+            shape = tuple(value.shape)
+            if row is not None and shape == row.local_shape:
+                part, whole = Slice(file, key, row.offset, shape), row.shape
+            else:
+                part, whole = Slice(file, key, (0,) * len(shape), shape), shape
+            entries.append(Entry(role, names[index], label, whole, dtype_name(value), (part,)))
+    return entries
+
+
+def attach_by_name(
+    saved: Mapping[str, Any], present_groups: Sequence[Sequence[str]], *, strict: bool
+) -> dict[str, Any]:
+    """Turn a saved optimizer dict into one for the present order of parameters, matched by plain name.
+
+    saved: content of an optimizer file, with its list of names.   present_groups: names per group on this
+    rank. Options come group by group. A parameter without saved state stays without.
+    Returns: torch's form, indices counted over present_groups; tensors are those of `saved`, not copied.
+    Raises: CheckpointError if the number of groups differs, or (strict) if a group holds other parameters
+        than when saved.
+    """
+    saved_names: Sequence[str] = saved[PARAM_NAMES]
+    saved_groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+    if len(saved_groups) != len(present_groups):
+        raise CheckpointError(
+            f"the saved optimizer has {len(saved_groups)} parameter groups, now {len(present_groups)}",
+            remedy="build the optimizer with the same parameter groups, or resume with load_optimizer=False",
+        )
+    state_of = {saved_names[index]: value for index, value in saved["state"].items()}
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    index = 0
+    for number, (group, names) in enumerate(zip(saved_groups, present_groups, strict=True)):
+        before = {saved_names[i] for i in group["params"]}
+        if strict and before != set(names):
+            changes = [
+                *_named("only saved", before - set(names)),
+                *_named("only present", set(names) - before),
+            ]
+            raise CheckpointError(
+                f"optimizer parameter group {number} has changed: {'; '.join(changes)}",
+                remedy="group the parameters as before; strict=False takes the state of those in both",
+            )
+        indices = list(range(index, index + len(names)))
+        index += len(names)
+        for i, name in zip(indices, names, strict=True):
+            if name in state_of:
+                state[i] = state_of[name]
+        # Without torch's own "param_names": load_state_dict then keeps the present ones.
+        options = {key: value for key, value in group.items() if key not in ("params", PARAM_NAMES)}
+        groups.append({**options, "params": indices})
+    return {"state": state, "param_groups": groups}
+
+
+def compact(value: Any, _seen: dict[tuple[Any, ...], torch.Tensor] | None = None) -> Any:
+    """Return the value with every tensor detached, on the CPU, and backed by no more memory than it shows.
+
+    torch.save writes whole storages, so a view of a large buffer would drag the buffer along. Tensors that
+    are the same memory stay the same memory. Containers are copied, other values are not.
+    Raises: CheckpointError for a tensor without storage.
+    """
+    seen = {} if _seen is None else _seen
+    if isinstance(value, torch.Tensor):
+        return _compact_tensor(value, seen)
+    if type(value) in (dict, OrderedDict):
+        return {key: compact(item, seen) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(compact(item, seen) for item in value)
+    return value
+
+
+def own_copy(value: Any) -> Any:
+    """Return the value with every tensor cloned: detached from the file that it was mapped from."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: own_copy(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(own_copy(item) for item in value)
+    return value
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return the manifest's spelling of a dtype: "float32", "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _compact_tensor(tensor: torch.Tensor, seen: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
+    if tensor.device.type == "meta":
+        raise CheckpointError(
+            f"a tensor of shape {list(tensor.shape)} has no value on this rank, it can't be saved"
+        )
+    plain = tensor.detach()
+    if plain.layout != torch.strided:
+        return plain.cpu()
+    key = (plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride())
+    if plain.numel() and key in seen:
+        return seen[key]
+    result = plain.cpu()
+    if result.untyped_storage().nbytes() > result.numel() * result.element_size():
+        result = result.clone(memory_format=torch.contiguous_format)
+    seen[key] = result
+    return result
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every tensor inside nested containers, and every value that holds none."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _plain_entry(role: StateRole, name: str, state: str | None, file: str, key: KeyPath) -> Entry:
+    return Entry(role, name, state, (), OBJECT, (Slice(file, key, (), ()),))
+
+
+def _named(label: str, names: set[str]) -> list[str]:
+    shown = sorted(names)[:5]
+    rest = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return [f"{label}: {', '.join(shown)}{rest}"] if names else []

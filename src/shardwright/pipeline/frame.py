@@ -1,0 +1,341 @@
+"""One microbatch in flight: its values, its tape, its messages, and the calls made in its name.
+
+A frame lives on one thread on every rank of the pipeline group. All its methods are called at the same point of
+the same program on all ranks; what differs is only who holds what.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from shardwright.errors import PipelineError, UnsupportedOperationError
+from shardwright.pipeline.placed import PlacedTensor, Value, native
+from shardwright.pipeline.spec import Spec, contiguous_stride, for_wire, spec_of, wire_stride
+from shardwright.pipeline.tape import Entry, Tape, gradient_spec
+from shardwright.topology import context, rng
+
+if TYPE_CHECKING:
+    from shardwright.pipeline.runtime import Registered, Runtime
+
+# Small announcements travel inside one fixed-size message; longer ones in a second one behind it.
+_HEADER_BYTES = 1024
+
+
+class Handle(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Frame:
+    """Microbatch `index` of a step.
+
+    suspend: called before a wait; gives the baton away and returns when this microbatch is chosen again.
+    seed: base of the random streams of this step, equal on the pipeline group.
+    gradient_scale: what the loss is multiplied with (1 / num_microbatches to average over them).
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        index: int,
+        *,
+        seed: int,
+        suspend: Callable[[], None],
+        enter_backward: Callable[[], None],
+        gradient_scale: float = 1.0,
+    ) -> None:
+        self.runtime = runtime
+        self.index = index
+        self.rank = runtime.rank
+        self.device = runtime.device
+        self.seed = seed
+        self.tape = Tape()
+        self.checkpointing = 0
+        self.gradient_scale = gradient_scale
+        self.num_backwards = 0
+        self.waited = False
+        self.computed = False
+        self.started_with_wait = False
+        self.calls: list[tuple[str, int]] = []
+        self._suspend = suspend
+        self._enter_backward = enter_backward
+        self._num_values = 0
+        self._num_calls = 0
+        self._leaves: dict[int, PlacedTensor] = {}
+        self._sent: list[Handle] = []
+
+    # ------------------------------------------------------------------ values
+
+    def new_value(self, spec: Spec, holder: int, tensor: torch.Tensor | None) -> Value:
+        value = Value(self, self._num_values, spec, holder, tensor)
+        self._num_values += 1
+        return value
+
+    def fetch(self, value: Value, rank: int) -> None:
+        """Make sure that pp rank `rank` holds the value: at most one message, from holder to rank."""
+        if rank in value.copies:
+            return
+        value.copies.add(rank)
+        if self.rank == value.holder:
+            assert value.tensor is not None
+            self.send(for_wire(value.tensor.detach(), value.spec), rank)
+        elif self.rank == rank:
+            value.tensor = self.receive(value.spec, value.holder)
+
+    def parameter_leaf(self, registered: Registered) -> PlacedTensor:
+        """The placed value that glue sees for a parameter or buffer: held by its owner."""
+        known = self._leaves.get(id(registered))
+        if known is not None and not registered.is_buffer:
+            if known._value.spec.requires_grad == (registered.tensor.requires_grad and torch.is_grad_enabled()):
+                return known
+        real = registered.tensor
+        wants_grad = real.requires_grad and torch.is_grad_enabled()
+        spec = Spec(tuple(real.shape), contiguous_stride(tuple(real.shape)), real.dtype, wants_grad)
+        mine = self.rank == registered.owner
+        value = self.new_value(spec, registered.owner, real.detach() if mine else None)
+        if wants_grad:
+            parameter = registered.tensor
+
+            def accumulate(gradient: torch.Tensor) -> None:
+                torch.autograd.backward(parameter, gradient)
+
+            self.tape.record(
+                Entry(registered.name, registered.owner, (), (value.id,), ((),), sink=accumulate), [value]
+            )
+        placed = PlacedTensor.of(value)
+        self._leaves[id(registered)] = placed
+        return placed
+
+    def forget_leaf(self, registered: Registered) -> None:
+        """A parameter or buffer was changed in place: the next read is a new value."""
+        self._leaves.pop(id(registered), None)
+
+    def script_leaf(self, tensor: torch.Tensor) -> PlacedTensor:
+        """An ordinary tensor that requires grad becomes a leaf held by pipeline rank 0, whose copy counts."""
+        spec = spec_of(tensor)
+        value = self.new_value(spec, 0, tensor.detach() if self.rank == 0 else None)
+
+        def accumulate(gradient: torch.Tensor) -> None:
+            torch.autograd.backward(tensor, gradient, retain_graph=not tensor.is_leaf)
+
+        self.tape.record(Entry("step input", 0, (), (value.id,), ((),), sink=accumulate), [value])
+        return PlacedTensor.of(value)
+
+    def new_leaf(self, value: Value) -> PlacedTensor:
+        """The same value, requiring grad from here on (its gradient goes no further)."""
+        spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, True)
+        leaf = self.new_value(spec, value.holder, value.tensor)
+        leaf.copies = set(value.copies)
+        self.tape.record(Entry("leaf", leaf.holder, (), (leaf.id,), ((),), sink=lambda gradient: None), [leaf])
+        return PlacedTensor.of(leaf)
+
+    def adopt_foreign(self, placed: PlacedTensor) -> Value:
+        """A value of another microbatch that Python kept: usable as a constant."""
+        old = placed._value
+        if old.spec.requires_grad:
+            raise UnsupportedOperationError(
+                f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch {self.index}",
+                where=self.where("glue"),
+                remedy="detach() what is kept from one microbatch to the next",
+            )
+        value = self.new_value(old.spec, old.holder, old.tensor)
+        value.copies, value.born = set(old.born), old.born
+        return value
+
+    # ------------------------------------------------------------------ calls
+
+    def call(
+        self,
+        label: str,
+        owner: int,
+        run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        inputs: Sequence[Value],
+        outputs: Sequence[Spec] | None,
+        depends: Sequence[tuple[int, ...]] | None,
+        *,
+        after: Callable[[], None] | None = None,
+        streams: Callable[[int], Any] | None = None,
+    ) -> list[Value]:
+        """Run one call on its owner and record it everywhere.
+
+        run: given one real tensor per input (detached leaves), returns the result tensors. Only on the owner.
+        outputs: specs of the results; None on the owner if only running tells (see `call_unknown`).
+        depends: per output, the positions in `inputs` (all of them) that its gradient reaches.
+        """
+        results: list[torch.Tensor] | None = None
+        leaves: list[torch.Tensor] | None = None
+        if self.rank == owner:
+            results, leaves = self.run_here(run, inputs, streams)
+        assert outputs is not None and depends is not None
+        return self.record(label, owner, inputs, outputs, depends, results, leaves, after)
+
+    def run_here(
+        self,
+        run: Callable[[list[torch.Tensor]], Any],
+        inputs: Sequence[Value],
+        streams: Callable[[int], Any] | None = None,
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Run real code on this rank on detached leaves and on derived random streams; (result, leaves)."""
+        leaves = []
+        for value in inputs:
+            assert value.tensor is not None
+            leaf = value.tensor.detach()
+            if value.spec.requires_grad:
+                leaf.requires_grad_(True)
+            leaves.append(leaf)
+        self.computed = True
+        seed = rng.derive_seed(self.seed, self.index, self._num_calls)
+        with native(), context.own_view(), (streams or rng.forked_torch)(seed):
+            result = run(leaves)
+        return result, leaves
+
+    def record(
+        self,
+        label: str,
+        owner: int,
+        inputs: Sequence[Value],
+        outputs: Sequence[Spec],
+        depends: Sequence[tuple[int, ...]],
+        results: Sequence[torch.Tensor] | None,
+        leaves: Sequence[torch.Tensor] | None,
+        after: Callable[[], None] | None = None,
+    ) -> list[Value]:
+        """Enter a call that was made: its result values, and its entry if a gradient can flow through it."""
+        self._num_calls += 1
+        values = []
+        for i, spec in enumerate(outputs):
+            tensor = None if results is None else results[i].detach()
+            values.append(self.new_value(spec, owner, tensor))
+        self.calls.append((label, owner))
+        if any(spec.requires_grad for spec in outputs):
+            positions = [i for i, v in enumerate(inputs) if v.spec.requires_grad]
+            place = {p: k for k, p in enumerate(positions)}
+            entry = Entry(
+                label,
+                owner,
+                tuple(inputs[p].id for p in positions),
+                tuple(v.id for v in values),
+                tuple(tuple(place[p] for p in d if p in place) for d in depends),
+                after=after,
+            )
+            if results is not None and leaves is not None:
+                entry.leaves = [leaves[p] for p in positions]
+                entry.roots = [_root(t) for t in results]
+            self.tape.record(entry, values)
+        return values
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, tensors: Sequence[PlacedTensor], gradients: Sequence[Any] | None) -> None:
+        """Backward from placed tensors over this microbatch's tape, on all ranks."""
+        from shardwright.pipeline.aliasing import resolve
+
+        roots: list[tuple[Value, torch.Tensor | None]] = []
+        for i, placed in enumerate(tensors):
+            value = resolve(self, placed)
+            if not value.spec.requires_grad:
+                raise PipelineError(
+                    "model.backward() was given a tensor that does not require grad",
+                    where=self.where("backward"),
+                    remedy="compute the loss from the model's output, with gradients enabled",
+                )
+            given = None if gradients is None else gradients[i]
+            roots.append((value, self._seed_gradient(value, given)))
+        self._enter_backward()
+        self.num_backwards += 1
+        with native(), context.own_view():
+            self.tape.backward(roots, self)
+
+    def _seed_gradient(self, value: Value, given: Any) -> torch.Tensor | None:
+        if given is None and value.spec.numel != 1:
+            raise PipelineError(
+                f"model.backward() needs grad_tensors for a tensor of shape {list(value.spec.shape)}",
+                where=self.where("backward"),
+                remedy="reduce the loss to one number, or pass grad_tensors",
+            )
+        if isinstance(given, PlacedTensor):
+            from shardwright.pipeline.aliasing import resolve
+
+            gradient = resolve(self, given)
+            self.fetch(gradient, value.holder)
+            given = gradient.tensor
+        if self.rank != value.holder:
+            return None
+        if given is None:
+            shape, dtype = value.spec.shape, value.spec.dtype
+            return torch.full(shape, self.gradient_scale, dtype=dtype, device=self.device)
+        given = given.to(device=self.device, dtype=value.spec.dtype)
+        return given * self.gradient_scale if self.gradient_scale != 1.0 else given
+
+    def send_gradient(self, tensor: torch.Tensor, to: int) -> None:
+        self.send(tensor.contiguous(), to)
+
+    def receive_gradient(self, spec: Spec, source: int) -> torch.Tensor:
+        return self.receive(gradient_spec(spec), source)
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._sent.append(self.runtime.wire.send(tensor, to, self.index))
+
+    def receive(self, spec: Spec, source: int) -> torch.Tensor:
+        """Receive a tensor of a known spec; other microbatches run meanwhile."""
+        return self.wait(self.post_receive(spec, source))
+
+    def post_receive(self, spec: Spec, source: int) -> Handle:
+        buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=self.device)
+        return self.runtime.wire.receive(buffer, source, self.index)
+
+    def wait(self, handle: Handle) -> Any:
+        if not self.computed and not self.waited:
+            self.started_with_wait = True
+        self.waited = True
+        with context.own_view():
+            self._suspend()
+            return handle.wait()
+
+    def settle_sends(self) -> None:
+        """Wait until everything this microbatch sent has arrived; it has, once its results came back."""
+        for handle in self._sent:
+            handle.wait()
+        self._sent.clear()
+
+    def announce(self, holder: int, payload: Any) -> Any:
+        """Tell the group a Python value that only `holder` knows; returns it on every rank."""
+        if self.runtime.size == 1:
+            return payload
+        if self.rank != holder:
+            header = self.wait(self.runtime.wire.receive(torch.empty(_HEADER_BYTES, dtype=torch.uint8), holder, self.index))
+            length = int.from_bytes(bytes(header[:8].tolist()), "little")
+            data = bytes(header[8 : 8 + length].tolist())
+            rest = length - len(data)
+            if rest > 0:
+                more = torch.empty(rest, dtype=torch.uint8)
+                data += self.runtime.wire.receive(more, holder, self.index).wait().numpy().tobytes()
+            return pickle.loads(data)
+        data = pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
+        first = len(data).to_bytes(8, "little") + data[: _HEADER_BYTES - 8]
+        message = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        message[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        rest_bytes = data[_HEADER_BYTES - 8 :]
+        for rank in range(self.runtime.size):
+            if rank != holder:
+                self.send(message, rank)
+                if rest_bytes:
+                    self.send(torch.frombuffer(bytearray(rest_bytes), dtype=torch.uint8), rank)
+        return payload
+
+    # ------------------------------------------------------------------ words
+
+    def where(self, label: str) -> str:
+        return f"pipeline rank {self.rank}, microbatch {self.index}, '{label}'"
+
+
+def _root(result: torch.Tensor) -> Any:
+    """What backward needs of a result: its place in the graph, without keeping its memory."""
+    if not result.requires_grad:
+        return None
+    return torch.autograd.graph.get_gradient_edge(result)

@@ -1,0 +1,85 @@
+"""What the pipeline knows of one partitioned model on this rank, shared by all its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class Wire(Protocol):
+    """Ordered messages between the ranks of the pipeline group; `to` and `source` are pp ranks.
+
+    channel: the microbatch. Messages of one (source, to, channel) arrive in the order in which they were sent.
+    The handle's `wait()` returns the received tensor, or raises when a rank is lost or time runs out.
+    """
+
+    def send(self, tensor: torch.Tensor, to: int, channel: int) -> Any: ...
+
+    def receive(self, buffer: torch.Tensor, source: int, channel: int) -> Any: ...
+
+
+@dataclass(eq=False)
+class Registered:
+    """A parameter or buffer of the model, and the stage that owns it."""
+
+    name: str
+    tensor: torch.Tensor
+    owner: int
+    is_buffer: bool
+
+
+@dataclass(eq=False)
+class Runtime:
+    """One pipeline rank's view of the partitioned model.
+
+    rank, size: of the pipeline group.   device: where this rank computes.
+    glue_cache: outcomes of glue ops by key.
+    after_unit_backward: called on the owner with (unit, frame) when the backward of one call of the unit is done.
+    converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    wire: Wire
+    registered: dict[int, Registered] = field(default_factory=dict)
+    glue_cache: dict[Any, Any] = field(default_factory=dict)
+    units: list[Any] = field(default_factory=list)
+    converted: list[Any] = field(default_factory=list)
+    after_unit_backward: Callable[[Any, Any], None] = lambda unit, frame: None
+
+    def register(self, name: str, tensor: torch.Tensor, owner: int, *, is_buffer: bool) -> Registered:
+        known = self.registered.get(id(tensor))
+        if known is not None:
+            return known
+        made = Registered(name, tensor, owner, is_buffer)
+        self.registered[id(tensor)] = made
+        return made
+
+    def refresh_buffers(self, names: Iterable[tuple[str, torch.nn.Module, str]], owner: int) -> None:
+        """After a unit ran: buffers that were assigned anew are known under their new object."""
+        for name, module, key in names:
+            tensor = module._buffers.get(key)
+            if tensor is not None and id(tensor) not in self.registered:
+                for old, entry in list(self.registered.items()):
+                    if entry.name == name:
+                        del self.registered[old]
+                self.register(name, tensor, owner, is_buffer=True)
+
+
+# Functions that return a mutable object which module hooks write to, or None; every unit treats it as an argument.
+ambient: list[Callable[[], Any]] = []
+harmless_hooks: list[Callable[[Any], bool]] = []
+
+
+def register_ambient(read: Callable[[], Any]) -> None:
+    """Name an object outside the arguments that hooks inside units write to (a collector of hidden states)."""
+    ambient.append(read)
+
+
+def register_harmless_hook(test: Callable[[Any], bool]) -> None:
+    """Name forward hooks whose only effect is on results and on ambient objects: they may run inside units."""
+    harmless_hooks.append(test)

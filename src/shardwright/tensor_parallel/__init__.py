@@ -1,0 +1,1 @@
+"""Modules sliced over tensor parallel ranks."""

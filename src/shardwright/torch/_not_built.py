@@ -1,0 +1,112 @@
+"""Names of the original that exist, import and can be subclassed, but do not work yet.
+
+One table says what each still waits for. Using such a name raises NotBuiltError, which is a
+NotImplementedError; importing it never does, because scripts import names they only use behind a switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NoReturn
+
+from shardwright.errors import NotBuiltError
+
+_FAMILIES: Final = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta")
+_HOOKS: Final = ("transformer_lm_head", "transformer", "transformer_layer")
+
+_WAITING: Final[Mapping[str, tuple[str, ...]]] = {
+    "tensor parallelism (marking modules and replacing them by distributed ones) is missing": (
+        "model_creation",
+        "set_tensor_parallelism",
+        "tensor_parallelism",
+        "tp_register",
+        "tp_register_with_module",
+        "utils.get_distribution_axis",
+    ),
+    "tensor parallelism (distributed modules) is missing": (
+        "nn.DistributedAttentionLayer",
+        "nn.DistributedEmbedding",
+        "nn.DistributedLinear",
+        "nn.DistributedModule",
+        "nn.DistributedTransformer",
+        "nn.DistributedTransformerLMHead",
+        "nn.DistributedTransformerLayer",
+        "nn.DistributedTransformerOutputLayer",
+        "nn.FlashAttentionLayer",
+    ),
+    "tensor parallelism (adapters and weight translation for real models) is missing": (
+        *(f"nn.huggingface.{family}.translate_state_dict_to_hf_{family}" for family in _FAMILIES),
+        *(
+            f"nn.huggingface.{family}.translate_hf_state_dict_to_smdistributed_{family}"
+            for family in _FAMILIES
+        ),
+        *(f"nn.huggingface.{family}.get_hf_{family}_{hook}_hooks" for family in _FAMILIES for hook in _HOOKS),
+        "nn.huggingface.gpt2.translate_hf_block_state_dict_to_smdistributed",
+        "nn.huggingface.gpt2.translate_layer_state_dict_to_hf_gpt2_block",
+    ),
+    "half precision (float32 masters and a loss scale that all ranks agree on) is missing": (
+        "amp.GradScaler",
+    ),
+    "the optimizers LAMB and NovoGrad are missing": (
+        "optimizers.FusedLamb",
+        "optimizers.FusedNovoGrad",
+    ),
+    "activation checkpointing (recompute in backward) is missing": (
+        "patches.checkpoint.checkpoint",
+        "patches.checkpoint.checkpoint_sequential",
+        "set_activation_checkpointing",
+    ),
+    "delayed parameter initialisation (parameters built on their owner only) is missing": (
+        "delay_param_initialization",
+    ),
+    "sharded data parallelism (parameters gathered only while used) is missing": (
+        "register_parameter",
+        "sharded_data_parallel_checkpoint.get_buffer_names",
+        "sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint",
+        "sharded_data_parallel_checkpoint.get_param_shapes",
+    ),
+    "single-file checkpoints (smp.save and smp.load of any object) are missing; "
+    "smp.save_checkpoint and smp.resume_from_checkpoint work": (
+        "load",
+        "save",
+    ),
+    "saving when the scheduler sends a signal is missing": ("save_on_signal",),
+    "averaging gradients on request is missing; 'ddp': true averages them in the step": (
+        "hvd_average_grads",
+    ),
+    "dumping and comparing models for debugging is missing": (
+        "debugging.dump_model",
+        "debugging.verify",
+    ),
+}
+
+NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
+    {name: sentence for sentence, names in _WAITING.items() for name in names}
+)
+"""Dotted name below `smp` -> what it waits for."""
+
+
+def error(name: str) -> NotBuiltError:
+    """The error that using `name` raises."""
+    return NotBuiltError(f"smp.{name} is not built yet: {NOT_BUILT[name]}")
+
+
+def function(name: str) -> Callable[..., NoReturn]:
+    """A function that raises when called."""
+
+    def not_built(*args: Any, **kwargs: Any) -> NoReturn:
+        raise error(name)
+
+    not_built.__name__ = not_built.__qualname__ = name.rpartition(".")[2]
+    not_built.__doc__ = f"Not built yet: {NOT_BUILT[name]}."
+    return not_built
+
+
+def constructor(name: str) -> Callable[..., None]:
+    """An `__init__` that raises, so that a class can be imported and subclassed but not built."""
+
+    def __init__(self: object, *args: Any, **kwargs: Any) -> None:
+        raise error(name)
+
+    return __init__

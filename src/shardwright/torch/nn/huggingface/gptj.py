@@ -1,0 +1,31 @@
+"""GPT-J: hooks for its modules and translation of its weights, both ways."""
+
+from __future__ import annotations
+
+from shardwright.torch import _not_built
+
+__all__ = [
+    "get_hf_gptj_transformer_hooks",
+    "get_hf_gptj_transformer_layer_hooks",
+    "get_hf_gptj_transformer_lm_head_hooks",
+    "translate_hf_gptj_state_dict_to_smdistributed",
+    "translate_hf_gptj_state_dict_to_smdistributed_gptj",
+    "translate_hf_state_dict_to_smdistributed_gptj",
+    "translate_state_dict_to_hf_gptj",
+]
+
+translate_state_dict_to_hf_gptj = _not_built.function("nn.huggingface.gptj.translate_state_dict_to_hf_gptj")
+translate_hf_state_dict_to_smdistributed_gptj = _not_built.function(
+    "nn.huggingface.gptj.translate_hf_state_dict_to_smdistributed_gptj"
+)
+get_hf_gptj_transformer_lm_head_hooks = _not_built.function(
+    "nn.huggingface.gptj.get_hf_gptj_transformer_lm_head_hooks"
+)
+get_hf_gptj_transformer_hooks = _not_built.function("nn.huggingface.gptj.get_hf_gptj_transformer_hooks")
+get_hf_gptj_transformer_layer_hooks = _not_built.function(
+    "nn.huggingface.gptj.get_hf_gptj_transformer_layer_hooks"
+)
+
+# Other spellings of the same function, in documents and scripts of the original.
+translate_hf_gptj_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj
+translate_hf_gptj_state_dict_to_smdistributed_gptj = translate_hf_state_dict_to_smdistributed_gptj

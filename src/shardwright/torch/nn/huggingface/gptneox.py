@@ -1,0 +1,35 @@
+"""GPT-NeoX: hooks for its modules and translation of its weights, both ways."""
+
+from __future__ import annotations
+
+from shardwright.torch import _not_built
+
+__all__ = [
+    "get_hf_gptneox_transformer_hooks",
+    "get_hf_gptneox_transformer_layer_hooks",
+    "get_hf_gptneox_transformer_lm_head_hooks",
+    "translate_hf_gptneox_state_dict_to_smdistributed",
+    "translate_hf_gptneox_state_dict_to_smdistributed_gptneox",
+    "translate_hf_state_dict_to_smdistributed_gptneox",
+    "translate_state_dict_to_hf_gptneox",
+]
+
+translate_state_dict_to_hf_gptneox = _not_built.function(
+    "nn.huggingface.gptneox.translate_state_dict_to_hf_gptneox"
+)
+translate_hf_state_dict_to_smdistributed_gptneox = _not_built.function(
+    "nn.huggingface.gptneox.translate_hf_state_dict_to_smdistributed_gptneox"
+)
+get_hf_gptneox_transformer_lm_head_hooks = _not_built.function(
+    "nn.huggingface.gptneox.get_hf_gptneox_transformer_lm_head_hooks"
+)
+get_hf_gptneox_transformer_hooks = _not_built.function(
+    "nn.huggingface.gptneox.get_hf_gptneox_transformer_hooks"
+)
+get_hf_gptneox_transformer_layer_hooks = _not_built.function(
+    "nn.huggingface.gptneox.get_hf_gptneox_transformer_layer_hooks"
+)
+
+# Other spellings of the same function, in documents and scripts of the original.
+translate_hf_gptneox_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptneox
+translate_hf_gptneox_state_dict_to_smdistributed_gptneox = translate_hf_state_dict_to_smdistributed_gptneox

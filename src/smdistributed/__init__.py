@@ -1,0 +1,1 @@
+"""The original's import path. Everything here is another name for something in `shardwright`."""

@@ -1,0 +1,1 @@
+"""Helpers that the original kept beside its tests."""

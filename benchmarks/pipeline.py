@@ -182,9 +182,10 @@ ROWS = {
     PEER: Row(STAGES, 1, torch_pipelining("Schedule1F1B", "split")),
     "torch Interleaved1F1B": Row(STAGES, 1, torch_pipelining("ScheduleInterleaved1F1B", "split2")),
     "shardwright": Row(STAGES, 1, shardwright()),
-    "shardwright by hand": Row(STAGES, 1, shardwright("split")),
-    "shardwright by hand, virtual stages": Row(STAGES, 1, shardwright("split2")),
-    "shardwright simple": Row(STAGES, 1, shardwright(pipeline="simple")),
+    "shardwright, optimize speed": Row(STAGES, 1, shardwright(optimize="speed")),
+    "shardwright, by hand": Row(STAGES, 1, shardwright("split")),
+    "shardwright, virtual stages by hand": Row(STAGES, 1, shardwright("split2")),
+    "shardwright, simple schedule": Row(STAGES, 1, shardwright(pipeline="simple")),
 }
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_fakes import FakeModel, FakeOptimizer, fingerprint
+from shardwright.transport.collectives import barrier
 
+from checkpoint_fakes import FakeModel, FakeOptimizer, fingerprint
 from shardwright.checkpoint import integrity, load, save
 from shardwright.checkpoint.load import resume_from_checkpoint
 from shardwright.checkpoint.save import save_checkpoint
 from shardwright.checkpoint.storage import local
 from shardwright.topology.context import world
-from shardwright.transport.collectives import barrier
 
 
 def with_options(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

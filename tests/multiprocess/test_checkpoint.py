@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import checkpoint_ranks as ranks
 import pytest
 import torch
-from harness import RankFailure, RankPool, run_ranks
 
+import checkpoint_ranks as ranks
+from harness import RankFailure, RankPool, run_ranks
 from shardwright.checkpoint import integrity, layout, manifest
 
 TWO_STAGES = {"pipeline_parallel_degree": 2}
@@ -299,7 +299,8 @@ def test_rotation_has_one_deleter_and_never_a_gap(pool4: RankPool, path: Path) -
 
 def test_kept_checkpoints(pool2: RankPool, path: Path) -> None:
     for number in range(4):
-        run(pool2, 
+        run(
+            pool2,
             ranks.train_and_save,
             str(path),
             tag=f"s{number}",

@@ -54,6 +54,14 @@ class UnitOutcome:
     volatile: bool
 
 
+_DYNAMIC = "_shardwright_dynamic_shapes"
+
+
+def mark_dynamic(module: nn.Module) -> None:
+    """Let the owner of a module announce its results at every call."""
+    module.__dict__[_DYNAMIC] = True
+
+
 class Unit:
     """The border of one module: stands in front of its `__call__`."""
 
@@ -62,10 +70,14 @@ class Unit:
         self.name = name
         self.module = module
         self.owner = owner
-        self.dynamic = False
         self.volatile = False
         self.outcomes: dict[Any, UnitOutcome] = {}
         self._call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+
+    @property
+    def dynamic(self) -> bool:
+        """Was it marked with `smp.dynamic_shapes`?"""
+        return _DYNAMIC in self.module.__dict__
 
     @functools.cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:

@@ -10,6 +10,7 @@ import errno
 import os
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwright.checkpoint.layout import Layout, Precision
@@ -35,6 +36,14 @@ _REMEDIES = {
     errno.EACCES: "choose a folder that this user can read and write",
     errno.EPERM: "choose a folder that this user can read and write",
 }
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a rank tells the others at the start: the call it makes, and its arguments as text."""
+
+    name: str
+    arguments: dict[str, str]
 
 
 def present_layout() -> Layout:
@@ -67,8 +76,8 @@ def agree(call: str, values: Mapping[str, object]) -> None:
 
     Raises: CheckpointError on every rank that shows each differing value and the ranks that have it.
     """
-    told = allgather_object((call, {name: repr(value) for name, value in values.items()}), "world")
-    calls = _by_value([name for name, _ in told])
+    told = allgather_object(_Call(call, {name: repr(value) for name, value in values.items()}), "world")
+    calls = _by_value([other.name if isinstance(other, _Call) else "another call" for other in told])
     if len(calls) > 1:
         raise CheckpointError(
             f"ranks made different calls: {_shown(calls)}",
@@ -76,7 +85,7 @@ def agree(call: str, values: Mapping[str, object]) -> None:
         )
     differing = []
     for name in values:
-        seen = _by_value([arguments[name] for _, arguments in told])
+        seen = _by_value([other.arguments[name] for other in told])
         if len(seen) > 1:
             differing.append(f"{name}: {_shown(seen)}")
     if differing:

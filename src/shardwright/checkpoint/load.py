@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,8 @@ def _choose_whole(request: _Request) -> tuple[Choice, _Files]:
     while True:
         chosen = run_on_rank_zero(_CALL, lambda: choice.choose(request.root, request.tag, skipped))
         choice.check_layout(chosen)
-        files = run_everywhere(_CALL, lambda c=chosen: _own_files(c, request))
-        per_rank = collect(_CALL, lambda c=chosen, f=files: _verify(c, f, request))
+        files = run_everywhere(_CALL, partial_of(_own_files, chosen, request))
+        per_rank = collect(_CALL, partial_of(_verify, chosen, files, request))
         damage = [
             f"{problem} (rank {rank})" for rank, problems in enumerate(per_rank) for problem in problems
         ]

@@ -256,7 +256,7 @@ class _Crossing:
             _name_in(error, frame.where(unit.name))
             raise
         if unit.buffers:
-            unit.runtime.refresh_buffers(unit.buffers, unit.owner)
+            unit.runtime.refresh_buffers(unit.buffers)
         after = Walker()
         for tensor in given:
             after.number(tensor)

@@ -1,0 +1,109 @@
+"""The module tree to stages: a good pipeline that keeps the contract's rules.
+
+Two ways are tried and the better result is taken:
+
+- `linear`: the pieces of the whole model, in execution order, cut into consecutive stages so that the costliest is as
+  cheap as can be. A cut costs what crosses it, and a little for each module it tears, so that it falls between
+  blocks unless a cut inside one clearly pays.
+- `descend`: the original's way, down the tree.
+
+Rules of the contract: every module has one stage, the root stage 0; joined modules share a stage; modules without
+parameters follow their parent; no stage is empty if there are enough modules. Pure and deterministic.
+"""
+
+from __future__ import annotations
+
+from shardwright.errors import PartitionError
+from shardwright.partition.cost import price
+from shardwright.partition.descend import descend
+from shardwright.partition.linear import cut
+from shardwright.partition.outline import Outline, Piece, outline, pieces
+from shardwright.partition.tree import ModuleTree
+
+DETOUR = 0.05
+
+
+def assign(
+    tree: ModuleTree, num_stages: int, memory_weight: float, *, in_flight: int = 1, join_ties: bool = True
+) -> dict[str, int]:
+    """Give every module of the tree a stage.
+
+    memory_weight: in [0, 1], how much memory counts against time. in_flight: microbatches whose activations a stage
+    keeps at once. join_ties: keep modules that share a parameter together (False: each stage keeps a copy).
+    Returns: stage by module name, for every name. With fewer pieces than stages the last stages stay empty.
+    Raises: PartitionError if num_stages or memory_weight is out of range.
+    """
+    if num_stages < 1:
+        raise PartitionError(f"num_stages is {num_stages}, expected 1 or more")
+    if not 0 <= memory_weight <= 1:
+        raise PartitionError(f"memory_weight is {memory_weight}, expected a number from 0 to 1")
+    if num_stages == 1:
+        return dict.fromkeys(tree.nodes, 0)
+    prices = price(tree, memory_weight, in_flight=in_flight, count_copies=not join_ties)
+    out = outline(tree, prices, join_ties=join_ties)
+    found = pieces(tree, out, prices, num_stages)
+    candidates = [_linear(found, num_stages), descend(out, num_stages)]
+    filled = max(len(_used(out, candidate)) for candidate in candidates)
+    usable = [candidate for candidate in candidates if len(_used(out, candidate)) == filled]
+    best = min(usable, key=lambda candidate: bottleneck(out, found, candidate))
+    return complete(tree, out, best)
+
+
+def bottleneck(out: Outline, found: list[Piece], stage_of: dict[str, int]) -> float:
+    """Cost of the costliest stage.
+
+    Where execution changes from one stage to another, both pay the entry cost of the piece that follows. Every change of stage
+    beyond the unavoidable ones costs DETOUR of an ideal stage, for the whole pipeline waits for it.
+    """
+    spent: dict[int, float] = {}
+    last = stage_of[found[0].modules[-1]]
+    changes = 0
+    for piece in found:
+        for name in piece.modules:
+            spent[stage_of[name]] = spent.get(stage_of[name], 0.0) + out.own[name]
+        stage = stage_of[piece.modules[-1]]
+        if stage != last:
+            spent[stage] += piece.entry_cost
+            spent[last] += piece.entry_cost
+            changes += 1
+        last = stage
+    detours = changes - (len(spent) - 1)
+    return round(max(spent.values()) + detours * DETOUR / len(spent), 12)
+
+
+def complete(tree: ModuleTree, out: Outline, stage_of: dict[str, int]) -> dict[str, int]:
+    """Give a stage to the modules that the outline leaves out.
+
+    Tied modules go to their anchor. A module whose parameters below are all on one stage goes there too. What
+    remains holds no parameters, or never ran, and follows its parent.
+    """
+    result = {name: stage_of[name] for name in out.order}
+    for member, anchor in out.anchors.items():
+        result[member] = stage_of[anchor]
+    below: dict[str, set[int]] = {name: set() for name in tree.nodes}
+    for name, node in reversed(tree.nodes.items()):
+        if name in result and (name in out.holders or name in out.anchors):
+            below[name].add(result[name])
+        for child in node.children:
+            below[name] |= below[child]
+    for name, node in tree.nodes.items():
+        if name not in result:
+            parent = result[node.parent] if node.parent is not None else 0
+            result[name] = next(iter(below[name])) if len(below[name]) == 1 else parent
+    return {name: result[name] for name in tree.nodes}
+
+
+def _linear(found: list[Piece], num_stages: int) -> dict[str, int]:
+    starts = cut([piece.cost for piece in found], [piece.entry_cost for piece in found], num_stages)
+    stage_of: dict[str, int] = {}
+    stage = 0
+    for index, piece in enumerate(found):
+        if stage + 1 < len(starts) and index == starts[stage + 1]:
+            stage += 1
+        for name in piece.modules:
+            stage_of[name] = stage
+    return stage_of
+
+
+def _used(out: Outline, stage_of: dict[str, int]) -> set[int]:
+    return {stage_of[name] for name in out.holders}

@@ -1,0 +1,151 @@
+"""What the assignment works on: the modules that do work, in execution order, with ties folded into one place.
+
+A *holder* is a module that holds parameters directly, or has children with parameters that never ran. Holders can't
+be divided. Every other module that ran is a chain of holders.
+
+Modules joined by a tie are one: the first to run is the *anchor*, carries the cost of all, and the others go where it
+goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwright.partition.cost import Prices, execution_key
+from shardwright.partition.tree import Groups, ModuleTree
+
+TEAR = 0.02
+"""Cost of starting a stage inside a module, as a part of an ideal stage: 1 x for the outermost module torn, 2 x more for
+the next within it, and so on, since what is torn runs piece by piece. A module that costs more than an ideal stage must
+be torn anyway, and a container is no more than its children: both are free."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The part of the tree that is assigned; everything else follows (see `assign.complete`).
+
+    order: modules that ran and hold parameters below that aren't tied away, parents first, in execution order.
+    children: of each, those in `order`.   own: cost of each without its descendants.   total: with them.
+    holders: those of `order` that hold work themselves.   anchors: tied module -> where it goes.
+    """
+
+    order: tuple[str, ...]
+    parent: dict[str, str | None]
+    children: dict[str, tuple[str, ...]]
+    own: dict[str, float]
+    total: dict[str, float]
+    holders: frozenset[str]
+    anchors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One holder with the ancestors that begin with it: the smallest thing a stage can consist of.
+
+    entry: the module that a stage which begins here takes over first. entry_cost: what beginning here costs more
+    than at the cheapest place.
+    """
+
+    entry: str
+    modules: tuple[str, ...]
+    cost: float
+    entry_cost: float
+
+
+def outline(tree: ModuleTree, prices: Prices, *, join_ties: bool) -> Outline:
+    """Fold ties and whatever never ran into the modules that did."""
+    keys = execution_key(tree)
+    keys.setdefault("", (0, 0))
+    anchors = _anchors(tree, keys, join_ties)
+    own = {name: 0.0 for name in keys}
+    holders: set[str] = set()
+    for name, node in tree.nodes.items():
+        host = name
+        while host not in keys and host not in anchors:  # never ran: counts with the nearest ancestor that did
+            host = tree.nodes[host].parent or ""
+        host = anchors.get(host, host)
+        own[host] += prices.own[name]
+        if node.parameters:
+            holders.add(host)
+    useful: set[str] = {""}
+    for name in holders:
+        while name and name not in useful:
+            useful.add(name)
+            name = tree.nodes[name].parent or ""
+    children = {
+        name: tuple(sorted((c for c in tree.nodes[name].children if c in useful), key=keys.__getitem__))
+        for name in useful
+    }
+    order = _preorder(children)
+    total = {name: own[name] for name in order}
+    for name in reversed(order):
+        for child in children[name]:
+            total[name] += total[child]
+    return Outline(
+        order=order,
+        parent={name: tree.nodes[name].parent for name in order},
+        children=children,
+        own=own,
+        total=total,
+        holders=frozenset(holders),
+        anchors=anchors,
+    )
+
+
+def pieces(tree: ModuleTree, out: Outline, prices: Prices, num_stages: int) -> list[Piece]:
+    """Cut the outline into its smallest pieces, in execution order, and price a cut before each."""
+    ideal = 1.0 / num_stages
+    found: list[Piece] = []
+    pending: list[str] = []
+    for name in out.order:
+        pending.append(name)
+        if name not in out.holders:
+            continue
+        torn, above = 0, out.parent[pending[0]]
+        while above is not None:
+            if not tree.nodes[above].container and out.total[above] <= ideal:
+                torn += 1
+            above = out.parent[above]
+        crossing = next((prices.crossing[m] for m in pending if m in prices.crossing), 0.0)
+        found.append(
+            Piece(
+                entry=pending[0],
+                modules=tuple(pending),
+                cost=sum(out.own[member] for member in pending),
+                entry_cost=TEAR * ideal * torn * (torn + 1) / 2 + crossing,
+            )
+        )
+        pending = []
+    least = min((piece.entry_cost for piece in found[1:]), default=0.0)
+    found = [replace(piece, entry_cost=max(0.0, piece.entry_cost - least)) for piece in found]
+    if pending:  # a model without parameters
+        found.append(Piece(entry=pending[0], modules=tuple(pending), cost=0.0, entry_cost=0.0))
+    return found
+
+
+def _anchors(tree: ModuleTree, keys: dict[str, tuple[int, int]], join_ties: bool) -> dict[str, str]:
+    """Tied modules other than the first to run -> the first. Ties are shared and borrowed parameters."""
+    groups = Groups()
+    if join_ties:
+        for group in tree.ties():
+            groups.join(group)
+    for user, holder in tree.trace.borrowed:
+        if not any(child in keys for child in tree.nodes[user].children):
+            groups.join((user, holder))
+    anchors: dict[str, str] = {}
+    for group in groups.sorted_by({name: index for index, name in enumerate(tree.nodes)}):
+        ran = [name for name in group if name in keys]
+        first = min(ran, key=keys.__getitem__, default=None)
+        if first is not None:
+            anchors.update({name: first for name in group if name != first})
+    return anchors
+
+
+def _preorder(children: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    order: list[str] = []
+    stack = [""]
+    while stack:
+        name = stack.pop()
+        order.append(name)
+        stack.extend(reversed(children[name]))
+    return tuple(order)

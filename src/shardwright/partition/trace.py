@@ -1,0 +1,145 @@
+"""A dry run of the model: call order, output sizes, FLOPs, bytes kept for backward - for every module.
+
+First choice is a forward on fake tensors: no memory, no device, any model size. Where that fails (a branch on a value,
+a kernel that fake tensors don't know) the model runs once for real, without gradient, where it lies. Where that fails
+too, module order and parameter bytes must do. What was used is in `Trace.how`, why in `Trace.reason`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from shardwright.log import get_logger
+from shardwright.partition.records import Trace, TraceKind
+from shardwright.partition.recorder import Recorder, storage_key
+from shardwright.partition.sandbox import replace_tensors, stand_in, untouched
+
+_log = get_logger(__name__)
+_depth = 0
+
+
+def is_tracing() -> bool:
+    """True only while a model's forward runs for the partition's sake."""
+    return _depth > 0
+
+
+def trace(
+    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, how: TraceKind = "fake"
+) -> Trace:
+    """Run one forward on the inputs of one microbatch and return what each module did.
+
+    how: where to begin in the order fake, real, none; each falls back to the next. Never raises for what the model
+    does: a forward that fails everywhere gives `Trace(how="none")`, and the script's own call will show the error.
+    Leaves no trace itself: see `sandbox`. Called by: one rank per model. Collectives: none.
+    """
+    kwargs = dict(kwargs or {})
+    attempts: dict[TraceKind, Callable[..., Trace]] = {"fake": _fake, "real": _real}
+    reasons: list[str] = []
+    for kind in ("fake", "real"):
+        if how == "none" or (how == "real" and kind == "fake"):
+            continue
+        try:
+            with _tracing():
+                found = attempts[kind](module, args, kwargs)
+        except Exception as error:
+            reasons.append(f"{kind}: {type(error).__name__}: {_first_line(error)}")
+            _log.debug("tracing by a %s forward failed", kind, exc_info=True)
+        else:
+            return Trace(how=kind, records=found.records, borrowed=found.borrowed, reason="; ".join(reasons))
+    return Trace(how="none", reason="; ".join(reasons) if reasons else "switched off")
+
+
+def _fake(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = _device_of(args, kwargs)
+    with untouched(module, keep_values=False), _quiet_fake_tensors(), mode, torch.enable_grad():
+        replace_tensors(module, device)
+        args, kwargs = tree_map(lambda leaf: _copy_leaf(leaf, lambda t: stand_in(t, device)), (args, kwargs))
+        return _record(module, args, kwargs)
+
+
+def _real(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
+    if any(device.type == "meta" for device in devices):
+        raise RuntimeError("the model lies on the meta device")
+    device = min(devices, key=str) if devices else torch.device("cpu")
+    with untouched(module, keep_values=True), torch.no_grad():
+        args, kwargs = tree_map(
+            lambda leaf: _copy_leaf(leaf, lambda t: t.detach().to(device, copy=True)), (args, kwargs)
+        )
+        return _record(module, args, kwargs)
+
+
+def _record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    names = {id(found): name for name, found in module.named_modules()}
+    bearing = {key: name for key, name in names.items() if not name}
+    homes: dict[int, tuple[str, ...]] = {}
+    for name, found in module.named_modules():
+        if any(True for _ in found.parameters()):
+            bearing[id(found)] = name
+        for buffer in found._buffers.values():
+            if buffer is not None:
+                homes.setdefault(storage_key(buffer), ())
+        for parameter in found._parameters.values():
+            if parameter is not None:
+                homes[storage_key(parameter)] = (*homes.get(storage_key(parameter), ()), name)
+    recorder = Recorder(bearing, homes)
+    with recorder.watching(module):
+        output = module(*args, **kwargs)
+    recorder.assume_loss(output)
+    return Trace(how="none", records=recorder.records(), borrowed=tuple(recorder.borrowed))
+
+
+@contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """PyTorch logs a traceback for each operation it can't fake; the fallback says it in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def _copy_leaf(leaf: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """Tensors through `make`; other mutable objects as copies, so that the forward can't change the caller's."""
+    if isinstance(leaf, Tensor):
+        return make(leaf)
+    if leaf is None or isinstance(leaf, str | bytes | int | float | complex | nn.Module | torch.device | torch.dtype):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:
+        return leaf
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Stand-ins live where the inputs do, so that code which asks for the device takes its usual path."""
+    found: list[torch.device] = []
+    tree_map(lambda leaf: found.append(leaf.device) if isinstance(leaf, Tensor) else None, (args, kwargs))
+    real = [device for device in found if device.type != "meta"]
+    return real[0] if real else torch.device("cpu")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else ""

@@ -1,7 +1,9 @@
 # `make help` lists what there is. Everything runs from an environment of its own in $(VENV).
 
 VENV ?= .venv
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first of these that really starts.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
+	$$p -c '' >/dev/null 2>&1 && echo $$p && break; done)
 # Arguments for pip, for example: make setup PIP_ARGS="--index-url ..."
 PIP_ARGS ?=
 

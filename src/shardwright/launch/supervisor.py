@@ -94,7 +94,7 @@ class Supervisor:
 
     def _start(self) -> None:
         parent = os.getpid()
-        for local_rank, environment in enumerate(self._environments):
+        for environment in self._environments:
             process = subprocess.Popen(
                 self._command,
                 env=environment,
@@ -118,7 +118,6 @@ class Supervisor:
             assert process.stderr is not None
             self._watch_stream(process.stdout.fileno(), worker.stdout)
             self._watch_stream(process.stderr.fileno(), worker.stderr)
-            self._environments[local_rank] = {}
 
     def _open_log(self, rank: int, stream: str) -> BinaryIO | None:
         folder = self._settings.log_dir

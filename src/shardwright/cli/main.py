@@ -90,3 +90,7 @@ def _root(
 
 def _placeholder() -> None:
     """Stands for a command that is not the one called."""
+
+
+if __name__ == "__main__":
+    main()

@@ -33,7 +33,7 @@ def digest(frames: Sequence[Frame]) -> int:
         for call in frame.calls:
             known = _digests.get(call)
             if known is None:
-                known = _digests[call] = xxhash.xxh64_intdigest(repr(call))
+                known = _digests[call] = xxhash.xxh64_intdigest(repr(call).encode())
             total = (total * 1_000_003 + known) & _MASK
         total = (total * 31 + frame.index + 1) & _MASK
     return total

@@ -280,6 +280,11 @@ class Frame:
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=self.device)
         return self.runtime.wire.receive(buffer, source, self.index)
 
+    def yield_turn(self) -> None:
+        """Let other microbatches go on."""
+        with context.own_view():
+            self._turns.wait_turn(self)
+
     def wait(self, handle: Handle) -> Any:
         with context.own_view():
             self._turns.wait_turn(self)

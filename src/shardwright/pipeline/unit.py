@@ -70,8 +70,8 @@ class Unit:
         self.name = name
         self.module = module
         self.owner = owner
-        self.volatile = False
         self.outcomes: dict[Any, UnitOutcome] = {}
+        self.being_told: dict[Any, Frame] = {}
         self._call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
     @property
@@ -203,7 +203,7 @@ class _Crossing:
     def run(self, native: Callable[..., Any]) -> Any:
         frame, unit = self.frame, self.unit
         key = self._key()
-        known = None if unit.dynamic or unit.volatile else unit.outcomes.get(key)
+        known = self._known(key)
         for value in self.values:
             frame.fetch(value, unit.owner)
         leaves = None
@@ -222,8 +222,21 @@ class _Crossing:
             outcome = known if known is not None else frame.announce(unit.owner, None)
         if known is None:
             unit.outcomes[key] = outcome
-            unit.volatile = unit.volatile or outcome.volatile
+            unit.being_told.pop(key, None)
         return self._settle(outcome, leaves)
+
+    def _known(self, key: Any) -> UnitOutcome | None:
+        """The cached outcome, or None if this call is announced; the same answer on all ranks.
+
+        The first microbatch with a new key is told; where a later one comes by before the news has arrived, it waits.
+        """
+        unit = self.unit
+        if unit.dynamic:
+            return None
+        while key not in unit.outcomes and unit.being_told.setdefault(key, self.frame) is not self.frame:
+            self.frame.yield_turn()
+        known = unit.outcomes.get(key)
+        return None if known is None or known.volatile else known
 
     def _key(self) -> Any:
         specs = tuple(

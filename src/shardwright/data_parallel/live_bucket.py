@@ -154,7 +154,7 @@ class LiveBucket:
 def _has_changed(gradient: Tensor | None, packed: tuple[Tensor, int] | None) -> bool:
     """True if a gradient was written to, replaced or created since it was packed."""
     if gradient is None or packed is None:
-        return gradient is not packed
+        return (gradient is None) != (packed is None)
     return gradient is not packed[0] or gradient._version != packed[1]
 
 

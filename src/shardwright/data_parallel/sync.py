@@ -73,7 +73,7 @@ def check_same_layout(named_tensors: Iterable[tuple[str, Tensor]], axis: str = "
     Collectives: one gather of a digest; one of the descriptions only if the digests differ.
     """
     mine = [(n, *_layout(t), str(t.dtype)) for n, t in named_tensors]
-    digest = xxhash.xxh3_64_hexdigest(repr(mine))
+    digest = xxhash.xxh3_64_hexdigest(repr(mine).encode())
     if len(set(objects.allgather_object(digest, axis))) == 1:
         return
     ranks = context.world().groups.ranks(axis)
@@ -163,7 +163,7 @@ def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _hash(tensor: Tensor) -> int:
     """Signed 64-bit hash of a tensor's values in index order."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return int.from_bytes(xxhash.xxh3_64_digest(data.numpy()), "big", signed=True)
+    return int.from_bytes(xxhash.xxh3_64_digest(memoryview(data.numpy())), "big", signed=True)
 
 
 def _describe(version: tuple[str, tuple[int, ...], tuple[int, ...], str] | None) -> str:

@@ -33,7 +33,9 @@ class ShardwrightError(Exception):
         return _rebuild, (type(self), self.what, self.where, self.remedy)
 
 
-def _rebuild(cls: type[ShardwrightError], what: str, where: str | None, remedy: str | None) -> ShardwrightError:
+def _rebuild(
+    cls: type[ShardwrightError], what: str, where: str | None, remedy: str | None
+) -> ShardwrightError:
     return cls(what, where=where, remedy=remedy)
 
 
@@ -51,6 +53,10 @@ class UsageError(ShardwrightError, RuntimeError):
 
 class NotInitializedError(UsageError):
     """A call that needs ranks came before `smp.init()`."""
+
+
+class NotBuiltError(ShardwrightError, NotImplementedError):
+    """A name or setting that exists but does not work yet; the message says what is missing."""
 
 
 class PartitionError(ShardwrightError, ValueError):

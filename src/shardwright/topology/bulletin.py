@@ -1,0 +1,105 @@
+"""What ranks tell each other through the rendezvous store: failures, farewells, signs of life, connections.
+
+All of it is small text under one prefix. A rank writes its own entries; anyone may read all of them. Nothing here
+waits for a value that may never come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from shardwright.topology.sockets import Route
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ends a rank's part in the job.
+
+    kind: "error" (an exception on `rank`, or a wait there that ran out), "lost" (`rank` went away without a
+    word), "left" (`rank` ended in good order).
+    rank: whom it is about; reporter: who says so.
+    reason: the error's message; details: the traceback where there is one.
+    """
+
+    kind: Literal["error", "lost", "left"]
+    rank: int
+    reporter: int
+    reason: str = ""
+    details: str = ""
+    module: str | None = None
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A rank's sign of life: what it does now or did last.
+
+    count: grows with every sign.   waits_for: ranks without which it can't go on; empty while it computes.
+    seconds: for how long that has been so.   seen: number of events it has read.
+    """
+
+    count: int
+    doing: str
+    waits_for: tuple[int, ...]
+    seconds: float
+    seen: int
+
+
+class Bulletin:
+    """Read and write the entries. Every call may raise RuntimeError when the store is gone."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._unread: set[int] = set()
+        self.num_read = 0
+        self._num_known = 0
+
+    def post(self, event: Event) -> int:
+        """Write an event; return how many events there are then."""
+        number = int(self._store.add("events", 1))
+        self._store.set(f"event/{number}", json.dumps(asdict(event)))
+        return number
+
+    def new_events(self) -> list[Event]:
+        """Return the events, own ones included, that were not returned before."""
+        known = int(self._store.add("events", 0))
+        self._unread.update(range(self._num_known + 1, known + 1))
+        self._num_known = known
+        events = []
+        for number in sorted(self._unread):
+            text = self._get(f"event/{number}")
+            if text is not None:  # else its writer is between counting and writing, or died there
+                self._unread.discard(number)
+                self.num_read += 1
+                events.append(Event(**json.loads(text)))
+        return events
+
+    def sign(self, rank: int, sign: Sign) -> None:
+        """Write this rank's sign of life."""
+        self._store.set(f"sign/{rank}", json.dumps(asdict(sign)))
+
+    def signs(self, ranks: Iterable[int]) -> dict[int, Sign]:
+        """Return the last sign of each rank that has given one."""
+        found = {rank: self._get(f"sign/{rank}") for rank in ranks}
+        return {rank: _sign(json.loads(text)) for rank, text in found.items() if text is not None}
+
+    def post_routes(self, rank: int, routes: list[Route]) -> None:
+        """Write both ends of this rank's connections."""
+        self._store.set(f"routes/{rank}", json.dumps(routes))
+
+    def routes(self, rank: int) -> list[Route]:
+        """Return the connections a rank has written; none if it hasn't."""
+        text = self._get(f"routes/{rank}")
+        return [] if text is None else [(own, peer) for own, peer in json.loads(text)]
+
+    def _get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _sign(fields: dict[str, Any]) -> Sign:
+    return Sign(**{**fields, "waits_for": tuple(fields["waits_for"])})

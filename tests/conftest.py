@@ -1,0 +1,29 @@
+"""Fixtures for all tests. Test modules and helpers are imported by plain name: this folder is on the path."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_HERE = str(Path(__file__).parent)
+if _HERE not in sys.path:
+    sys.path.insert(0, _HERE)
+
+from harness import RankPool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[RankPool]:
+    """Two rank processes that stay up for the whole session."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[RankPool]:
+    """Four rank processes that stay up for the whole session."""
+    with RankPool(4) as pool:
+        yield pool

@@ -22,6 +22,7 @@ from shardwright.data_parallel.buckets import (
 )
 from shardwright.errors import ShapeError, ShardwrightError
 from shardwright.topology import context
+from shardwright.topology.ranks import Axis
 from shardwright.transport import collectives, objects
 
 _CHUNK_BYTES = 25 * MIB
@@ -33,7 +34,7 @@ class ReplicaMismatchError(ShardwrightError, RuntimeError):
 
 def broadcast_parameters(
     named_tensors: Iterable[tuple[str, Tensor]],
-    axis: str = "dp",
+    axis: Axis = "dp",
     *,
     source: int = 0,
     chunk_bytes: int = _CHUNK_BYTES,
@@ -54,7 +55,7 @@ def broadcast_parameters(
 
 def sync_buffers(
     named_buffers: Iterable[tuple[str, Tensor]],
-    axis: str = "dp",
+    axis: Axis = "dp",
     *,
     source: int = 0,
     chunk_bytes: int = _CHUNK_BYTES,
@@ -67,7 +68,7 @@ def sync_buffers(
     _broadcast(list(_once_each(named_buffers)), axis, source, chunk_bytes)
 
 
-def check_same_layout(named_tensors: Iterable[tuple[str, Tensor]], axis: str = "dp") -> None:
+def check_same_layout(named_tensors: Iterable[tuple[str, Tensor]], axis: Axis = "dp") -> None:
     """Raise ShapeError unless all ranks hold tensors of the same names, shapes, strides and dtypes.
 
     Collectives: one gather of a digest; one of the descriptions only if the digests differ.
@@ -85,13 +86,13 @@ def check_same_layout(named_tensors: Iterable[tuple[str, Tensor]], axis: str = "
         raise ShapeError(
             f"replicas hold different models: tensor {position} in order is "
             + ", ".join(f"{_describe(v)} on rank {r}" for r, v in zip(ranks, versions, strict=True)),
-            where=_where(),
+            where=context.world().describe(),
             remedy="build the same model, in the same order, on every rank",
         )
 
 
 def check_equal(
-    named_tensors: Iterable[tuple[str, Tensor]], axis: str = "dp", *, what: str = "parameter"
+    named_tensors: Iterable[tuple[str, Tensor]], axis: Axis = "dp", *, what: str = "parameter"
 ) -> None:
     """Raise unless every tensor is bitwise equal on all ranks of the axis.
 
@@ -114,7 +115,7 @@ def check_equal(
     raise ReplicaMismatchError(
         f"{what} '{named[first][0]}' differs between replicas: {versions} hold different values; "
         f"{len(differing)} of {len(named)} {what}s differ",
-        where=_where(),
+        where=context.world().describe(),
         remedy="look for code that changes it on some replicas only, or for a generator seeded by rank",
     )
 
@@ -127,7 +128,7 @@ def _once_each(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
             yield name, tensor
 
 
-def _broadcast(named: Sequence[tuple[str, Tensor]], axis: str, source: int, chunk_bytes: int) -> None:
+def _broadcast(named: Sequence[tuple[str, Tensor]], axis: Axis, source: int, chunk_bytes: int) -> None:
     """Broadcast in flat chunks. Bytes travel, so that every dtype does (bool, complex, 8-bit floats)."""
     groups = context.world().groups
     if len(groups.ranks(axis)) == 1:
@@ -163,7 +164,7 @@ def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _hash(tensor: Tensor) -> int:
     """Signed 64-bit hash of a tensor's values in index order."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return int.from_bytes(xxhash.xxh3_64_digest(memoryview(data.numpy())), "big", signed=True)
+    return int.from_bytes(xxhash.xxh3_64_digest(data.numpy().data), "big", signed=True)
 
 
 def _describe(version: tuple[str, tuple[int, ...], tuple[int, ...], str] | None) -> str:
@@ -171,9 +172,3 @@ def _describe(version: tuple[str, tuple[int, ...], tuple[int, ...], str] | None)
         return "absent"
     name, shape, stride, dtype = version
     return f"'{name}' {list(shape)} strides {list(stride)} {dtype}"
-
-
-def _where() -> str:
-    world = context.world()
-    c = world.coordinates
-    return f"world rank {world.rank} (pp {c.pp}, tp {c.tp}, rdp {c.rdp})"

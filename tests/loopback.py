@@ -1,7 +1,7 @@
 """Ranks as threads of one process: collectives that match calls by order, for tests of reduction logic.
 
-A reduction under way fills the caller's buffer with NaN until all ranks have called, as a real one leaves partial
-sums there: whoever reads or writes the buffer too early is found out.
+A reduction under way fills the caller's buffer with NaN until all ranks have called, as a real one leaves
+partial sums there: whoever reads or writes the buffer too early is found out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Loopback:
             config=SimpleNamespace(timeout_s=TIMEOUT_S),
             groups=SimpleNamespace(ranks=lambda axis: tuple(range(self.size))),
             table=SimpleNamespace(degrees=SimpleNamespace(pp=1, tp=1, rdp=self.size)),
-            coordinates=SimpleNamespace(pp=0, tp=0, rdp=getattr(self._local, "rank", 0)),
+            describe=lambda: f"world rank {self._local.rank}",
         )
 
     def all_reduce(self, tensor: Tensor, axis: str, op: str = "sum", async_op: bool = False) -> Any:

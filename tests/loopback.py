@@ -49,6 +49,8 @@ class Loopback:
 
     def all_reduce(self, tensor: Tensor, axis: str, op: str = "sum", async_op: bool = False) -> Any:
         rank = self._local.rank
+        if self.size == 1:
+            return None
         with self._lock:
             number = len(self.log[rank])
             self.log[rank].append((op, tensor.numel()))

@@ -7,6 +7,7 @@ it calls them in the same order, with the tensors it holds, under equal names an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -66,6 +67,25 @@ def sync_buffers(
     Collectives: one broadcast per chunk; none if there are no buffers.
     """
     _broadcast(list(_once_each(named_buffers)), axis, source, chunk_bytes)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, axis: Axis = "dp", *, source: int) -> None:
+    """Give every rank's optimizer the state and the parameter-group settings of one rank's.
+
+    Called by: every rank of the axis at the end of `join()`, where ranks without data have missed updates.
+    Learning-rate schedulers keep state of their own, which is the script's to bring along.
+    Collectives: one object broadcast, then one broadcast per chunk.
+    """
+    world = context.world()
+    sending = world.groups.ranks(axis)[source] == world.rank
+    tensors: list[Tensor] = []
+    outline = _take_apart(optimizer.state_dict(), tensors) if sending else None
+    outline = objects.broadcast_object(outline, axis, source)
+    if not sending:
+        _allocate(outline, tensors)
+    _broadcast([(str(i), t) for i, t in enumerate(tensors)], axis, source, _CHUNK_BYTES)
+    if not sending:
+        optimizer.load_state_dict(_put_together(outline, iter(tensors)))
 
 
 def check_same_layout(named_tensors: Iterable[tuple[str, Tensor]], axis: Axis = "dp") -> None:
@@ -154,6 +174,43 @@ def _broadcast(named: Sequence[tuple[str, Tensor]], axis: Axis, source: int, chu
             collectives.broadcast_tensor(raw, axis, source)
             if not sending:
                 torch._foreach_copy_(members, views)
+
+
+def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
+    """Copy dicts and lists with a TensorInfo in place of every tensor; the tensors go into `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return TensorInfo.of("", value)
+    if isinstance(value, dict):
+        return {key: _take_apart(element, tensors) for key, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_take_apart(element, tensors) for element in value)
+    return value
+
+
+def _allocate(outline: Any, tensors: list[Tensor]) -> None:
+    """Append an empty tensor for every TensorInfo, in order, on this rank's device of the same kind."""
+    if isinstance(outline, TensorInfo):
+        here = context.world().device
+        device = here if outline.device.type == here.type else outline.device
+        strides = dense_strides(outline.shape, outline.stride)
+        tensors.append(torch.empty_strided(outline.shape, strides, dtype=outline.dtype, device=device))
+    elif isinstance(outline, dict):
+        for element in outline.values():
+            _allocate(element, tensors)
+    elif isinstance(outline, (list, tuple)):
+        for element in outline:
+            _allocate(element, tensors)
+
+
+def _put_together(outline: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(outline, TensorInfo):
+        return next(tensors)
+    if isinstance(outline, dict):
+        return {key: _put_together(element, tensors) for key, element in outline.items()}
+    if isinstance(outline, (list, tuple)):
+        return type(outline)(_put_together(element, tensors) for element in outline)
+    return outline
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from loopback import Loopback, install
 from torch import Tensor, nn
 
+from loopback import Loopback, install
 from shardwright.data_parallel import grad_norm
 from shardwright.data_parallel.grad_norm import NonFiniteGradientError, clip_grad_norm_, global_grad_norm
 from shardwright.errors import UsageError

@@ -33,8 +33,7 @@ class LiveBucket:
     """The buffer of one planned bucket, and where it stands in the step.
 
     Calls of a step, in order: `start`, `count`, `wait`, `reduce_again` if something changed, `write_back` if
-        the
-    rank contributes, `rest`.
+    the rank contributes, `rest`.
 
     waiting_for: ids of parameters whose gradient is not ready yet.
     changed: a gradient was announced after the start.

@@ -85,7 +85,7 @@ class GradientReducer:
         self.overlap = overlap
         self._as_view = gradient_as_bucket_view
         self._hook: CommHook | None = None
-        self._trainable: tuple[bool, ...] | None = None
+        self._planned_for: list[tuple[bool, torch.dtype, torch.device]] | None = None
         self._buckets: list[LiveBucket] = []
         self._home: dict[int, LiveBucket] = {}
         self._begun = False
@@ -180,18 +180,18 @@ class GradientReducer:
 
         Called by: any rank, alone. Collectives: none. Buffers that a reduction may still write to are let go.
         """
-        self._trainable = None
+        self._planned_for = None
         self._rest()
 
     def _begin(self) -> None:
-        """At the first call of a step: plan the buckets, if the set of trainable parameters is new."""
+        """At the first call of a step: plan the buckets, if parameters were (un)frozen, moved or cast."""
         if self._begun:
             return
         self._begun = True
-        trainable = tuple(p.requires_grad for _, p in self._named)
-        if trainable == self._trainable:
+        planned_for = [(p.requires_grad, p.dtype, p.device) for _, p in self._named]
+        if planned_for == self._planned_for:
             return
-        self._trainable = trainable
+        self._planned_for = planned_for
         named = [(n, p) for n, p in self._named if p.requires_grad]
         plan = plan_buckets(
             [TensorInfo.of(n, p) for n, p in named],

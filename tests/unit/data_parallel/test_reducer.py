@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from loopback import Loopback, install
 from shardwright.data_parallel import reducer as reducer_module
-from shardwright.data_parallel.comm_hook import CommHook
+from shardwright.data_parallel.comm_hook import CommHook, HookBucket
 from shardwright.data_parallel.reducer import GradientReducer
-from shardwright.errors import UsageError
+from shardwright.errors import CommunicationTimeout, UsageError
 
 SHAPES = [(3,), (5, 7), (), (2, 3, 4), (11,), (0,), (1,)]
 Names = list[tuple[str, nn.Parameter]]
@@ -229,6 +229,22 @@ def test_frozen_and_unfrozen_parameters(two: Loopback) -> None:
     assert two.run(body) == [[None, 1.5, None]] * 2
 
 
+def test_cast_parameters_get_new_buckets(two: Loopback) -> None:
+    def body(rank: int) -> Tensor | None:
+        model = nn.Linear(3, 1)
+        reducer = make(list(model.named_parameters()), two, gradient_as_bucket_view=True)
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+            model.zero_grad()
+            model.weight.grad = torch.full_like(model.weight, rank + 1.0)
+            reducer.finish()
+        return model.weight.grad
+
+    for grad in two.run(body):
+        assert grad.dtype == torch.float64
+        assert grad.tolist() == [[1.5] * 3]
+
+
 def test_shared_parameter_is_reduced_once(two: Loopback) -> None:
     def body(rank: int) -> float:
         w = nn.Parameter(torch.zeros(3))
@@ -268,6 +284,22 @@ def test_one_rank_alone_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert world.run(body)[0].tolist() == [1, 1, 1]
     assert world.log[0] == []
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_one_rank_alone_still_divides(monkeypatch: pytest.MonkeyPatch, as_view: bool) -> None:
+    """A gradient that holds the sum over tp ranks, with one replica: an axis of one rank, a mean over two."""
+    world = install(monkeypatch, 1, [reducer_module])
+
+    def body(rank: int) -> Tensor | None:
+        w = nn.Parameter(torch.zeros(3))
+        reducer = make([("w", w)], world, axis="rdp", average_over=2, gradient_as_bucket_view=as_view)
+        w.grad = torch.ones(3)
+        reducer.ready(w)
+        reducer.finish()
+        return w.grad
+
+    assert world.run(body)[0].tolist() == [0.5, 0.5, 0.5]
 
 
 def test_nothing_trainable_is_no_collective(two: Loopback) -> None:
@@ -363,6 +395,13 @@ def test_comm_hook_with_a_bad_result(two: Loopback, result: Any, message: str) -
             reducer.finish()
 
     two.run(body)
+
+
+def test_comm_hook_that_never_finishes() -> None:
+    bucket = HookBucket(4, torch.zeros(3), [], [], True)
+    pending = CommHook(None, lambda state, bucket: torch.futures.Future()).start(bucket, timeout_s=0.05)
+    with pytest.raises(CommunicationTimeout, match=r"did not finish bucket 4 within 0\.05 s"):
+        pending.wait()
 
 
 def test_comm_hook_needs_overlap_and_a_future(two: Loopback) -> None:

@@ -202,8 +202,7 @@ class _Save:
             entries += state.optimizer_entries("optimizer", name, content["state"], names, table)
         position = self.model.random_position() if self.model is not None else {}
         self._write(temporary, layout.rng_file(here.rank), "rng", random_state.pack(rng.capture(), position))
-        record = self._partition()
-        if here.rank == 0 and record is not None:
+        if here.rank == 0 and (record := self._partition()) is not None:
             old_form = {
                 "partition": record.get("stage_of"),
                 "pp_size": self.layout.pp,

@@ -11,7 +11,7 @@ import os
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from shardwright.checkpoint.layout import Layout, Precision
 from shardwright.errors import (
@@ -23,7 +23,7 @@ from shardwright.errors import (
 )
 from shardwright.log import get_logger
 from shardwright.topology.context import world
-from shardwright.transport.objects import allgather_object, broadcast_object
+from shardwright.transport.objects import allgather_object
 
 _log = get_logger(__name__)
 _T = TypeVar("_T")
@@ -127,17 +127,10 @@ def run_everywhere(call: str, work: Callable[[], _T]) -> _T:
 
 def run_on_rank_zero(call: str, work: Callable[[], _T]) -> _T:
     """Run the work on world rank 0 alone; every rank gets its result, or raises its error."""
-    value: _T | None = None
-    error: Exception | None = None
-    if world().rank == 0:
-        try:
-            value = work()
-        except Exception as caught:
-            error = caught
-    result, failure = broadcast_object((value, _for_all_ranks(call, error)), "world")
-    if failure is not None:
-        raise failure from error
-    return result
+    def on_rank_zero() -> _T | None:
+        return work() if world().rank == 0 else None
+
+    return cast(_T, collect(call, on_rank_zero)[0])
 
 
 def _for_all_ranks(call: str, error: Exception | None) -> ShardwrightError | None:

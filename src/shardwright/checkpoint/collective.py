@@ -127,6 +127,7 @@ def run_everywhere(call: str, work: Callable[[], _T]) -> _T:
 
 def run_on_rank_zero(call: str, work: Callable[[], _T]) -> _T:
     """Run the work on world rank 0 alone; every rank gets its result, or raises its error."""
+
     def on_rank_zero() -> _T | None:
         return work() if world().rank == 0 else None
 

@@ -340,6 +340,7 @@ def test_only_one_rank_saves(path: Path) -> None:
     assert all(outcome.error is not None and outcome.seconds < 40 for outcome in outcomes), outcomes
     assert "still running" not in str(outcomes)
     assert "rank 1" in str(outcomes[0].error)
+    assert "save_checkpoint (every rank of the world must call it)" in str(outcomes[0].error)
 
 
 # -- what is asked for isn't there, or isn't right ---------------------------------------------------------

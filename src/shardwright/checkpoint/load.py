@@ -245,9 +245,7 @@ def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
     """
     loaded = {}
     for name in sorted(files.required(strict=request.strict) - {files.rng}):
-        path = chosen.folder / name
-        # transformers leaves an empty user content as a marker
-        loaded[name] = safe_loading.read_file(path, trust=request.trust) if path.stat().st_size else {}
+        loaded[name] = safe_loading.read_file(chosen.folder / name, trust=request.trust)
     try:
         loaded[files.rng] = _read_random_state(chosen, files.rng, trust=request.trust)
     except CheckpointError as error:

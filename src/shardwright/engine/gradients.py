@@ -73,6 +73,11 @@ class Gradients:
         if self._reducer is not None:
             sync.sync_buffers(buffers, "dp", source=source)
 
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """What reduces this rank's gradients; none without replicas."""
+        return [] if self._reducer is None else [self._reducer]
+
     # ------------------------------------------------------------------ a step
 
     def step_begins(self) -> None:
@@ -98,21 +103,15 @@ class Gradients:
         if self.has_gradients:
             self._num_passes += 1
             wants = self._num_passes == self._passes_per_step
-        if join is not None:
-            wants = join.on_reduction(wants)
-        if not wants:
+        if join is not None and self._reducer is not None:
+            if not join.reduce(wants):
+                return
+        elif not wants:
             return
+        elif self._reducer is not None:
+            self._reducer.finish()
         self._num_passes = 0
-        if self._reducer is not None:
-            divisor = None if join is None else join.divisor(self._reducer.average_over)
-            self._reducer.finish(average_over=divisor)
-            self._expected = dict(self._arrived)
-
-    def shadow(self, join: Join | None) -> None:
-        """Take part in the reduction of others with zeros (this rank has no more data)."""
-        if self._reducer is not None:
-            divisor = None if join is None else join.divisor(self._reducer.average_over)
-            self._reducer.finish(average_over=divisor, contribute=False)
+        self._expected = dict(self._arrived)
 
     def abandon(self) -> None:
         """The step failed: forget what it had begun."""

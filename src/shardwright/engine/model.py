@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwright.checkpoint.state import PARTIAL_MARK, TensorRow, dtype_name
 from shardwright.config.rules import check_supported, check_tracing
+from shardwright.data_parallel import sync
 from shardwright.data_parallel.join import Join
 from shardwright.engine import placement
 from shardwright.engine.gradients import Gradients
@@ -577,7 +578,7 @@ class DistributedModel(nn.Module):
             raise UsageError("join() needs data parallelism", remedy='set "ddp": true')
         self._demand_partitioned("join()")
         self._join = Join(
-            shadow_reduction=lambda: self._gradients.shadow(self._join),
+            reducers=self._gradients.reducers,
             final_sync=self._final_sync,
             shadow_buffers=self._shadow_buffers if self._broadcast_buffers else None,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -592,7 +593,7 @@ class DistributedModel(nn.Module):
     def _final_sync(self, source: int) -> None:
         self._gradients.broadcast([*self.local_named_parameters(), *self.local_named_buffers()], source)
         if state.optimizer is not None:
-            state.optimizer._sync_state(source)
+            sync.broadcast_optimizer_state(state.optimizer, "dp", source=source)
 
     # ------------------------------------------------------------------ nn.Module manners
 

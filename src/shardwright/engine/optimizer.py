@@ -213,11 +213,6 @@ class _Distributed:
         """Index over the current groups -> parameter."""
         return dict(enumerate(p for g in self.param_groups for p in g["params"]))
 
-    def _sync_state(self, source: int) -> None:
-        """Give all data-parallel replicas the state of one of them (after uneven inputs)."""
-        states = objects.allgather_object(_to_cpu(self.orig_state_dict()), "dp")
-        self.load_local(states[source])
-
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0, *, model: Any = None) -> torch.Tensor:
     """Clip all gradients of the wrapped model by their global norm; returns the norm before clipping.
@@ -235,7 +230,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, *, model: Any = None
         max_norm,
         norm_type=norm_type,
         mp_axis="pp",
-        counted_elsewhere=None if ties is None else ties.is_copy,
+        counted_elsewhere=None if ties is None else lambda name, parameter: ties.is_copy(parameter),
     )
 
 

@@ -1,7 +1,7 @@
 """What ranks tell each other through the rendezvous store: failures, farewells, signs of life, connections.
 
-All of it is small text under one prefix. A rank writes its own entries; anyone may read all of them. Nothing here
-waits for a value that may never come.
+All of it is small text under one prefix. A rank writes its own entries; anyone may read all of them. Nothing
+here waits for a value that may never come.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ LOST_REMEDY = (
 )
 
 _LISTEN_S = 1.3
-"""More than two intervals of the watcher: a rank without a new sign in this time doesn't live or is frozen."""
+"""More than two intervals of the watcher: a rank without a new sign by then doesn't live, or is frozen."""
 
 
 @dataclass(frozen=True)

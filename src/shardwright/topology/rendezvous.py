@@ -27,7 +27,8 @@ _num_meetings = 0
 class Rendezvous:
     """The ranks have met.
 
-    store: for the failure board, used by nothing else.   world_group: all ranks.   local_ranks: of every rank.
+    local_ranks: of every rank.   store: for the failure board, used by nothing else.   world_group: all
+    ranks.
     owns_default: whether torch's default group was made here.
     """
 
@@ -90,7 +91,10 @@ def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[i
 def _adopt(
     config: Config, environ: Mapping[str, str], check_world: Callable[[int], None], timeout: timedelta
 ) -> Rendezvous:
-    """Use the default group that the script has made. Our own world group stands beside it: its connections are known."""
+    """Use the default group that the script has made.
+
+    Our own world group stands beside it, since its connections must be known.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     check_world(size)
     here = _launcher_words(environ, rank, size)
@@ -132,7 +136,7 @@ def _finish(
 
 
 def _store(here: ProcessEnvironment, timeout: timedelta) -> dist.Store:
-    """Return the store of this meeting. Every `init` of a process has a prefix of its own, equal on all ranks."""
+    """Return the store of this meeting. Every `init` has a prefix of its own, equal on all ranks."""
     if here.init_method is None:
         return dist.HashStore()
     base = _served.get(here.init_method)

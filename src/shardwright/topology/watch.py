@@ -59,7 +59,7 @@ class Watcher:
         self._thread.start()
 
     def look_now(self, wait_s: float, ranks: Sequence[int]) -> None:
-        """Return when a failure is known, or one of `ranks` has left, or after two fresh looks and `wait_s`."""
+        """Return when a failure is known, one of `ranks` has left, or after two fresh looks and `wait_s`."""
         deadline = time.monotonic() + wait_s
         with self._polled:
             target = self._num_polls + 2
@@ -197,7 +197,8 @@ class Watcher:
         if since_s >= _INTERRUPT_AFTER_S + _GIVE_UP_AFTER_S:
             error = self._board.error_of(self._board.failure)
             print(
-                f"[rank {self._board.rank}] ends here, because it can't be interrupted: {type(error).__name__}: {error}",
+                f"[rank {self._board.rank}] ends here, for it can't be interrupted: "
+                f"{type(error).__name__}: {error}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -205,7 +206,7 @@ class Watcher:
 
 
 def _prepared(board: FailureBoard, event: Event) -> type[ShardwrightError]:
-    """Return a class whose instances, made without arguments, are the error: all that CPython can raise elsewhere."""
+    """Return a class whose instances are the error: CPython can raise only a class in another thread."""
     noticed = board.noticed
     kind = type(board.error_of(event))
     board.noticed = noticed  # the program will have noticed when the instance is made

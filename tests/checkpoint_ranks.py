@@ -242,9 +242,9 @@ def resume_counting_reads(path: str) -> list[str]:
     read: list[str] = []
     original = load.safe_loading.read_file
 
-    def counting(file: Path, *, trust: bool) -> Any:
+    def counting(file: Path, **options: Any) -> Any:
         read.append(file.name)
-        return original(file, trust=trust)
+        return original(file, **options)
 
     load.safe_loading.read_file = counting
     try:

@@ -85,6 +85,14 @@ def test_replicas_and_stages_together(pool4: RankPool, path: Path) -> None:
         assert {**straight[rank], "content": {"epoch": 3, "rank": 0}, "restored": True} == resumed[rank]
 
 
+def test_a_world_of_one(path: Path) -> None:
+    with RankPool(1) as pool:
+        straight = run(pool, ranks.train_and_save, str(path), config={})
+        assert "partition_info.pt" not in os.listdir(path / "step_2_partial")
+        resumed = run(pool, ranks.resume_and_train, str(path), config={})
+    assert resumed == [{**straight[0], "content": {"epoch": 3, "rank": 0}, "restored": False}]
+
+
 def test_every_rank_gets_its_own_random_state_back(pool4: RankPool, path: Path) -> None:
     results = run(pool4, ranks.random_streams, str(path), config=TWO_BY_TWO)
     assert all(straight == resumed for straight, resumed in results)

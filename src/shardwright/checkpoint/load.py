@@ -245,7 +245,8 @@ def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
     """
     loaded = {}
     for name in sorted(files.required(strict=request.strict) - {files.rng}):
-        loaded[name] = safe_loading.read_file(chosen.folder / name, trust=request.trust)
+        mmap = name != files.user_content  # the user may keep it for longer than the file is there
+        loaded[name] = safe_loading.read_file(chosen.folder / name, trust=request.trust, mmap=mmap)
     try:
         loaded[files.rng] = _read_random_state(chosen, files.rng, trust=request.trust)
     except CheckpointError as error:

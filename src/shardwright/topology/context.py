@@ -153,7 +153,7 @@ def _start(resolved: Resolved) -> None:
         raise
     log.configure(config.log_level, world.rank)
     failure.install(world.board)
-    world.board.start(found.store)
+    world.board.start(found.bulletin, store_rank=found.store_rank)
     _state = _State(world, resolved, found, os.getpid())
     if not _atexit_registered:
         _atexit_registered = True

@@ -22,8 +22,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 
-import torch.distributed as dist
-
 from shardwright.errors import CommunicationTimeout, LostRankError, RemoteRankError, ShardwrightError
 from shardwright.log import get_logger
 from shardwright.topology import diagnosis
@@ -79,12 +77,12 @@ class FailureBoard:
 
     # -- life --------------------------------------------------------------------------------------------
 
-    def start(self, store: dist.Store) -> None:
-        """Begin to watch. store: reached by all ranks, and used by nothing else at the same time."""
+    def start(self, bulletin: Bulletin, *, store_rank: int | None = None) -> None:
+        """Begin to watch. store_rank: the rank whose process serves the bulletin's store, if one does."""
         if self.size == 1:
             return
-        self._bulletin = Bulletin(store)
-        self._watcher = Watcher(self, self._bulletin)
+        self._bulletin = bulletin
+        self._watcher = Watcher(self, bulletin, store_rank)
         self._watcher.start()
 
     def stop(self, *, linger: bool = True) -> None:
@@ -215,7 +213,7 @@ class FailureBoard:
         where = ", ".join(
             part
             for part in (
-                self.describe(event.rank),
+                None if event.rank is None else self.describe(event.rank),
                 None if event.microbatch is None else f"microbatch {event.microbatch}",
                 None if event.module is None else f"module '{event.module}'",
             )

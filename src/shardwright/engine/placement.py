@@ -91,7 +91,7 @@ def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Place
 def placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """A stand-in for a tensor held by another stage."""
     fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((1,), fill, dtype=tensor.dtype).expand(tensor.shape)
+    return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _estimate_costs(runtime: Runtime, plan: PartitionPlan) -> None:

@@ -21,7 +21,7 @@ from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline import aliasing, glue_rules
 from shardwright.pipeline.derive import CannotDeriveError, Outcome, derive, describe
 from shardwright.pipeline.placed import PlacedTensor, Value, current_frame
-from shardwright.pipeline.spec import ambient_key, spec_of, twin
+from shardwright.pipeline.spec import ambient_key, spec_of
 from shardwright.transport.structure import Builder
 
 if TYPE_CHECKING:
@@ -84,13 +84,6 @@ def run(frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         func, args = torch.Tensor.t, args[:1]
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": frame.device}
-    if name in glue_rules.CONSTANT_FACTORIES and type(args[0]) is PlacedTensor:
-        spec = aliasing.resolve(frame, args[0]).spec
-        rest_tensors: list[torch.Tensor] = []
-        _gather(args[1:], rest_tensors)
-        _gather(kwargs, rest_tensors)
-        if not any(type(t) is PlacedTensor for t in rest_tensors):
-            return func(twin(spec), *args[1:], **{**kwargs, "device": frame.device})
     return call(frame, func, name, args, kwargs)
 
 

@@ -126,11 +126,6 @@ VALUE_OPS = {
 # Reading or setting these on a parameter concerns the parameter object itself, on each rank.
 PLAIN_ON_PARAMETERS = {"grad.get", "grad.set", "requires_grad.get", "is_leaf.get", "data_ptr", "zero_grad", "untyped_storage"}
 
-# Their results don't depend on the operand's values: an ordinary tensor on every rank.
-CONSTANT_FACTORIES = {
-    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty", "empty_like",
-}  # fmt: skip
-
 MOVES = {"to", "cpu", "cuda", "pin_memory"}
 INDEXING = {"getitem", "setitem"}
 

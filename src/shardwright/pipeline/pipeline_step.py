@@ -16,10 +16,10 @@ from shardwright.pipeline.glue import GlueMode
 from shardwright.pipeline.inputs import receive_inputs, send_inputs
 from shardwright.pipeline.intercept import installed
 from shardwright.pipeline.microbatch import Microbatch
-from shardwright.pipeline.placed import PlacedTensor, enter_frame
+from shardwright.pipeline.placed import PlacedTensor, Value, enter_frame
 from shardwright.pipeline.runtime import Runtime
 from shardwright.pipeline.schedule import Event, Kind, Policy, plan_policies, safe_policies
-from shardwright.pipeline.spec import for_wire
+from shardwright.pipeline.spec import for_wire, wire_stride
 from shardwright.topology import context
 from shardwright.transport.structure import Builder, Walker
 
@@ -87,7 +87,7 @@ class PipelineSteps:
             results = [p.collect() for p in published]
             for frame in executor.frames:
                 frame.settle_sends()
-            self._settle(executor.frames)
+            self._settle()
             agreement.check(runtime, executor.frames)
         except BaseException as error:
             self._fail(error)
@@ -113,18 +113,17 @@ class PipelineSteps:
             active = context.world().config.active_microbatches
             self._policies[key] = plan_policies(self._kind, count, active, self.runtime.size, program)
 
-    def _settle(self, frames: Sequence[Frame]) -> None:
+    def _settle(self) -> None:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need them."""
         runtime = self.runtime
-        last = max(frames, key=lambda f: f.index)
         for tensor in runtime.converted:
-            aliasing.restore(tensor, _everywhere(last, tensor._value))
+            aliasing.restore(tensor, _everywhere(runtime, tensor._value))
         runtime.converted.clear()
         for registered in [r for r in runtime.registered.values() if r.is_buffer and r.home is not None]:
             module, name = registered.home
             now = module._buffers.get(name)
             if type(now) is PlacedTensor:
-                real = _everywhere(last, now._value).detach().clone()
+                real = _everywhere(runtime, now._value).detach().clone()
                 module._buffers[name] = real
                 runtime.replace(registered, real)
 
@@ -140,16 +139,19 @@ class PipelineSteps:
         )
 
 
-def _everywhere(frame: Frame, value: Any) -> torch.Tensor:
+def _everywhere(runtime: Runtime, value: Value) -> torch.Tensor:
     """The real tensor of a value on every rank of the group, after the step."""
-    runtime = frame.runtime
     others = [r for r in range(runtime.size) if r not in value.born]
-    if runtime.rank == value.holder:
-        for handle in [runtime.wire.send(for_wire(value.tensor, value.spec), r, _CHANNEL) for r in others]:
-            handle.wait()
-        return value.tensor
     if runtime.rank in others:
-        return frame.post_receive(value.spec, value.holder).wait()
+        shape, stride = value.spec.shape, wire_stride(value.spec)
+        buffer = torch.empty_strided(shape, stride, dtype=value.spec.dtype, device=runtime.device)
+        received: torch.Tensor = runtime.wire.receive(buffer, value.holder, _CHANNEL).wait()
+        return received
+    assert value.tensor is not None
+    if runtime.rank == value.holder:
+        ready = for_wire(value.tensor, value.spec)
+        for handle in [runtime.wire.send(ready, r, _CHANNEL) for r in others]:
+            handle.wait()
     return value.tensor
 
 

@@ -8,6 +8,7 @@ Names that do not work yet are listed in `_not_built`.
 from __future__ import annotations
 
 from shardwright.engine.state import state
+from shardwright.integrations.huggingface import output_capture as _output_capture
 from shardwright.torch import (
     _not_built,
     amp,
@@ -184,3 +185,5 @@ tp_register_with_module = _not_built.function("tp_register_with_module")
 # The original's documents spell this one in three ways.
 delayed_param_initialization = delay_param_initialization
 delayed_parameter_initialization = delay_param_initialization
+
+_output_capture.install()

@@ -1,0 +1,1 @@
+"""Knowledge about other libraries."""

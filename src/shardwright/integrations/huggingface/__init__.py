@@ -1,0 +1,1 @@
+"""Knowledge about Hugging Face transformers."""

@@ -2,10 +2,10 @@
 
     results = run_ranks(2, check_something, argument, config={"pipeline_parallel_degree": 2})
 
-The function is named by its file, so that any module-level function works, however pytest imported its module.
-What it returns is pickled back. If a rank fails, the others get a moment to fail too (a failure travels to all
-ranks), then `RankFailure` is raised with every rank's traceback and output; what still runs then, or when time is
-up, first shows its stacks. No process outlives the call, whatever happens.
+The function is named by its file, so that any module-level function works, however pytest imported its
+module. What it returns is pickled back. If a rank fails, the others get a moment to fail too (a failure
+travels to all ranks), then `RankFailure` is raised with every rank's traceback and output; what still runs
+then, or when time is up, first shows its stacks. No process outlives the call, whatever happens.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_ranks(
     timeout_s: float = 60,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call `fn(*args)` on n fresh processes, after `init(config)` unless config is None; return each result."""
+    """Call `fn(*args)` on n fresh processes, after `init(config)` if there is one; return the results."""
     with RankPool(n) as pool:
         return pool.run(fn, *args, config=config, timeout_s=timeout_s, environment=environment)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,11 +66,7 @@ def _newest(root: Path, skipped: dict[str, str]) -> Choice:
             remedy=folder.candidates(root),
         ) from error
     first = newest if newest.endswith(layout.PARTIAL_SUFFIX) else newest + layout.PARTIAL_SUFFIX
-    latest_first = sorted(
-        folder.partial_checkpoints(root), key=lambda kept: (kept.modified_ns, kept.folder), reverse=True
-    )
-    names = [name for name in (first, *(kept.folder for kept in latest_first)) if "/" not in name]
-    for name in dict.fromkeys(names):
+    for name in _latest_first(root, first):
         if name in skipped:
             continue
         place = folder.existing(root, name)
@@ -80,13 +76,21 @@ def _newest(root: Path, skipped: dict[str, str]) -> Choice:
             if name != first:
                 _log.warning("going on from %s instead of %r, which %r names", place, first, layout.NEWEST)
             return Choice(name, place, manifest)
-        skipped[name] = shortened(list(map(str, harmful)))
+        skipped[name] = shortened(list(map(str, harmful))) if place.is_dir() else "not there"
         _log.warning("skipping %s: %s", place, skipped[name])
     reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
     raise CheckpointNotFoundError(
         f"no complete partial checkpoint in {root}; {layout.NEWEST!r} names {newest!r}; skipped {reasons}",
         remedy="restore the folder from a copy, or give another path",
     )
+
+
+def _latest_first(root: Path, first: str) -> Iterator[str]:
+    """Yield the name in `newest`; then, if that one won't do, the other checkpoints, the latest first."""
+    if "/" not in first:
+        yield first
+    others = sorted(folder.partial_checkpoints(root), key=lambda kept: (kept.modified_ns, kept.folder))
+    yield from (kept.folder for kept in reversed(others) if kept.folder != first)
 
 
 def _by_name(root: Path, name: str) -> Choice:

@@ -10,7 +10,8 @@ import errno
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from shardwright.checkpoint.layout import Layout, Precision
 from shardwright.errors import (
@@ -22,7 +23,7 @@ from shardwright.errors import (
 )
 from shardwright.log import get_logger
 from shardwright.topology.context import world
-from shardwright.transport.objects import allgather_object, broadcast_object
+from shardwright.transport.objects import allgather_object
 
 _log = get_logger(__name__)
 _T = TypeVar("_T")
@@ -35,6 +36,14 @@ _REMEDIES = {
     errno.EACCES: "choose a folder that this user can read and write",
     errno.EPERM: "choose a folder that this user can read and write",
 }
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a rank tells the others at the start: the call it makes, and its arguments as text."""
+
+    name: str
+    arguments: dict[str, str]
 
 
 def present_layout() -> Layout:
@@ -67,8 +76,8 @@ def agree(call: str, values: Mapping[str, object]) -> None:
 
     Raises: CheckpointError on every rank that shows each differing value and the ranks that have it.
     """
-    told = allgather_object((call, {name: repr(value) for name, value in values.items()}), "world")
-    calls = _by_value([name for name, _ in told])
+    told = _exchange(call, _Call(call, {name: repr(value) for name, value in values.items()}))
+    calls = _by_value([other.name if isinstance(other, _Call) else "another call" for other in told])
     if len(calls) > 1:
         raise CheckpointError(
             f"ranks made different calls: {_shown(calls)}",
@@ -76,7 +85,7 @@ def agree(call: str, values: Mapping[str, object]) -> None:
         )
     differing = []
     for name in values:
-        seen = _by_value([arguments[name] for _, arguments in told])
+        seen = _by_value([other.arguments[name] for other in told])
         if len(seen) > 1:
             differing.append(f"{name}: {_shown(seen)}")
     if differing:
@@ -99,7 +108,7 @@ def collect(call: str, work: Callable[[], _T]) -> list[_T]:
         raise
     except Exception as caught:
         error = caught
-    told = allgather_object((value, _for_all_ranks(call, error)), "world")
+    told = _exchange(call, (value, _for_all_ranks(call, error)))
     failures = [failure for _, failure in told if failure is not None]
     if failures:
         raise failures[0] from error
@@ -118,17 +127,20 @@ def run_everywhere(call: str, work: Callable[[], _T]) -> _T:
 
 def run_on_rank_zero(call: str, work: Callable[[], _T]) -> _T:
     """Run the work on world rank 0 alone; every rank gets its result, or raises its error."""
-    value: _T | None = None
-    error: Exception | None = None
-    if world().rank == 0:
-        try:
-            value = work()
-        except Exception as caught:
-            error = caught
-    result, failure = broadcast_object((value, _for_all_ranks(call, error)), "world")
-    if failure is not None:
-        raise failure from error
-    return result
+
+    def on_rank_zero() -> _T | None:
+        return work() if world().rank == 0 else None
+
+    return cast(_T, collect(call, on_rank_zero)[0])
+
+
+def _exchange(call: str, value: Any) -> list[Any]:
+    """Return the values of all ranks; a rank that doesn't come is an error that names the call."""
+    try:
+        return allgather_object(value, "world")
+    except _COMMUNICATION as error:
+        what = f"{call} (every rank of the world must call it): {error.what}"
+        raise type(error)(what, where=error.where, remedy=error.remedy) from error
 
 
 def _for_all_ranks(call: str, error: Exception | None) -> ShardwrightError | None:

@@ -8,6 +8,9 @@ from pathlib import Path
 from shardwright.checkpoint import integrity, layout, retention
 from shardwright.checkpoint.storage import local
 from shardwright.errors import CheckpointError
+from shardwright.log import get_logger
+
+_log = get_logger(__name__)
 
 
 def local_root(where: str) -> Path:
@@ -56,8 +59,11 @@ def prune(root: Path, *, newest: str, keep: int | None, unique: str) -> None:
     """Delete the oldest partial checkpoints until `keep` are left. Called by rank 0, after `newest` moved."""
     if keep is None:
         return
-    for folder in retention.surplus(partial_checkpoints(root), newest=newest, keep=keep):
-        local.remove(root / folder, unique=unique)
+    try:
+        for name in retention.surplus(partial_checkpoints(root), newest=newest, keep=keep):
+            local.remove(root / name, unique=unique)
+    except OSError as error:  # the save itself is done
+        _log.warning("could not look for old checkpoints in %s: %s", root, error)
 
 
 def existing(root: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,8 @@ def _choose_whole(request: _Request) -> tuple[Choice, _Files]:
     while True:
         chosen = run_on_rank_zero(_CALL, lambda: choice.choose(request.root, request.tag, skipped))
         choice.check_layout(chosen)
-        files = run_everywhere(_CALL, lambda c=chosen: _own_files(c, request))
-        per_rank = collect(_CALL, lambda c=chosen, f=files: _verify(c, f, request))
+        files = run_everywhere(_CALL, partial_of(_own_files, chosen, request))
+        per_rank = collect(_CALL, partial_of(_verify, chosen, files, request))
         damage = [
             f"{problem} (rank {rank})" for rank, problems in enumerate(per_rank) for problem in problems
         ]
@@ -244,9 +245,8 @@ def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
     """
     loaded = {}
     for name in sorted(files.required(strict=request.strict) - {files.rng}):
-        path = chosen.folder / name
-        # transformers leaves an empty user content as a marker
-        loaded[name] = safe_loading.read_file(path, trust=request.trust) if path.stat().st_size else {}
+        mmap = name != files.user_content  # the user may keep it for longer than the file is there
+        loaded[name] = safe_loading.read_file(chosen.folder / name, trust=request.trust, mmap=mmap)
     try:
         loaded[files.rng] = _read_random_state(chosen, files.rng, trust=request.trust)
     except CheckpointError as error:

@@ -70,16 +70,16 @@ def write_file(path: Path, content: object, *, trust: bool) -> tuple[int, str]:
     return writer.size_bytes, digest
 
 
-def read_file(path: Path, *, trust: bool) -> Any:
-    """Load a torch file; its tensors are memory-mapped, private to this process, on the CPU.
+def read_file(path: Path, *, trust: bool, mmap: bool = True) -> Any:
+    """Load a torch file; its tensors are on the CPU, mapped from the file (privately) unless mmap is False.
 
     Raises: CheckpointError naming the file, and the type where that is the reason.
     """
     try:
         if trust:
-            return torch.load(path, weights_only=False, mmap=True, map_location="cpu")
+            return torch.load(path, weights_only=False, mmap=mmap, map_location="cpu")
         with safe_globals(allow_list()):
-            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+            return torch.load(path, weights_only=True, mmap=mmap, map_location="cpu")
     except Exception as error:
         refused = [] if trust else _refused_types(path)
         if refused:

@@ -33,7 +33,7 @@ from shardwright.checkpoint.collective import (
     run_on_rank_zero,
 )
 from shardwright.checkpoint.folder import local_root, prune
-from shardwright.checkpoint.layout import Layout, Role
+from shardwright.checkpoint.layout import Layout, Role, StateRole
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, merge_entries
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
 from shardwright.checkpoint.storage import local
@@ -73,8 +73,7 @@ def save_checkpoint(
     path: a folder that all ranks share; created if needed.   tag: a plain name; an existing checkpoint of
     that tag is replaced in one step.   model, optimizer: the wrappers; None leaves their files out.
     user_content: what resume gives back, taken from rank 0: plain values, collections, tensors, numpy (see
-    `safe_loading`).   num_kept_partial_checkpoints: delete the oldest until this many are left; None keeps
-    all.
+    `safe_loading`).   num_kept_partial_checkpoints: delete the oldest until so many are left; None: keep all.
     trust: also accept user content that safe loading refuses.
     Also saved, for every rank: the state of its random generators.
     Raises: the same error on every rank: CheckpointError if ranks disagree, the disk refuses, or content
@@ -101,9 +100,8 @@ def save_checkpoint(
     folder = layout.partial_folder(tag)
     retention.check_count(num_kept_partial_checkpoints)
     root = local_root(where)
-    _Save(root, str(tag), folder, model, optimizer, safe_loading.trusted(trust)).run(
-        user_content, num_kept_partial_checkpoints
-    )
+    save = _Save(root, folder, model, optimizer, safe_loading.trusted(trust))
+    save.run(user_content, num_kept_partial_checkpoints)
 
 
 class _Save:
@@ -112,14 +110,12 @@ class _Save:
     def __init__(
         self,
         root: Path,
-        tag: str,
         folder: str,
         model: CheckpointModel | None,
         optimizer: CheckpointOptimizer | None,
         trust: bool,
     ) -> None:
         self.root = root
-        self.tag = tag
         self.folder = folder
         self.model = model
         self.optimizer = optimizer
@@ -156,18 +152,15 @@ class _Save:
             )
 
     def _prepare(self, user_content: Any) -> str:
-        """Rank 0: clean up, make the temporary folder, and write first what may be refused. Returns the save
-        id.
-        """
+        """Rank 0: clean up, make the temporary folder, write what may be refused; return the save id."""
         self.root.mkdir(parents=True, exist_ok=True)
         save_id = uuid.uuid4().hex
         local.clean_leftovers(self.root, unique=save_id)
         temporary = self.root / layout.saving_folder(self.folder, save_id)
         temporary.mkdir()
         try:
-            self._write(
-                temporary, layout.USER_CONTENT, "user_content", {} if user_content is None else user_content
-            )
+            content = {} if user_content is None else user_content
+            self._write(temporary, layout.USER_CONTENT, "user_content", content)
         except BaseException:
             local.discard(temporary)
             raise
@@ -180,30 +173,23 @@ class _Save:
                 f"this rank (host {platform.node()}) doesn't see the folder that rank 0 made, {temporary}",
                 remedy="save into a folder on a file system that all ranks share",
             )
-        at = here.coordinates
-        sharded = self.layout.shard_optimizer_state
         entries: list[Entry] = []
         table = self.model.tensor_table() if self.model is not None else ()
-        if self.model is not None and layout.writes_state("model", rdp=at.rdp, shard_optimizer_state=sharded):
+        name = self._own_file("model")
+        if self.model is not None and name is not None:
             content = state.compact(self.model.local_state_dict())
-            name = layout.state_file("model", pp=at.pp, tp=at.tp, rdp=at.rdp, shard_optimizer_state=sharded)
             self._write(temporary, name, "model", content)
             entries += state.model_entries(name, content, table)
-        if self.optimizer is not None and layout.writes_state(
-            "optimizer", rdp=at.rdp, shard_optimizer_state=sharded
-        ):
+        name = self._own_file("optimizer")
+        if self.optimizer is not None and name is not None:
             names = [name for group in self.optimizer.group_names() for name in group]
             content = state.compact(self.optimizer.local_state_dict(gather_if_shard=False))
             content[state.PARAM_NAMES] = names
-            name = layout.state_file(
-                "optimizer", pp=at.pp, tp=at.tp, rdp=at.rdp, shard_optimizer_state=sharded
-            )
             self._write(temporary, name, "optimizer", content)
             entries += state.optimizer_entries("optimizer", name, content["state"], names, table)
         position = self.model.random_position() if self.model is not None else {}
         self._write(temporary, layout.rng_file(here.rank), "rng", random_state.pack(rng.capture(), position))
-        record = self._partition()
-        if here.rank == 0 and record is not None:
+        if here.rank == 0 and (record := self._partition()) is not None:
             old_form = {
                 "partition": record.get("stage_of"),
                 "pp_size": self.layout.pp,
@@ -217,7 +203,7 @@ class _Save:
         """Rank 0: write the manifest, give the folder its name, move `newest`, delete what is too old."""
         files = {name: record for rank in written for name, record in rank.files.items()}
         manifest = Manifest(
-            tag=self.tag,
+            tag=self.folder.removesuffix(layout.PARTIAL_SUFFIX),
             save_id=save_id,
             saved_at_s=int(time.time()),
             layout=self.layout,
@@ -229,10 +215,8 @@ class _Save:
             files=dict(sorted(files.items())),
             entries=merge_entries(rank.entries for rank in written),
             partition=self._partition(),
-            ties=() if self.model is None else tuple(tuple(names) for names in self.model.tied_names()),
-            param_groups=()
-            if self.optimizer is None
-            else tuple(tuple(names) for names in self.optimizer.full_group_names()),
+            ties=() if self.model is None else _tuples(self.model.tied_names()),
+            param_groups=() if self.optimizer is None else _tuples(self.optimizer.full_group_names()),
         )
         data = manifest.to_bytes()
         local.write_durably(temporary / layout.MANIFEST, data)
@@ -242,6 +226,13 @@ class _Save:
         prune(self.root, newest=self.folder, keep=keep, unique=save_id)
         return len(data) + sum(record.size_bytes for record in files.values())
 
+    def _own_file(self, role: StateRole) -> str | None:
+        """Return the name of the state file that this rank writes; None on a replica."""
+        at, sharded = world().coordinates, self.layout.shard_optimizer_state
+        if not layout.writes_state(role, rdp=at.rdp, shard_optimizer_state=sharded):
+            return None
+        return layout.state_file(role, pp=at.pp, tp=at.tp, rdp=at.rdp, shard_optimizer_state=sharded)
+
     def _partition(self) -> dict[str, Any] | None:
         record = None if self.model is None else self.model.partition_record()
         return None if record is None else json.loads(json.dumps(record))
@@ -249,3 +240,7 @@ class _Save:
     def _write(self, temporary: Path, name: str, role: Role, content: Any) -> None:
         size_bytes, digest = safe_loading.write_file(temporary / name, content, trust=self.trust)
         self.files[name] = FileRecord(size_bytes, digest, role, writer=world().rank)
+
+
+def _tuples(names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(group) for group in names)

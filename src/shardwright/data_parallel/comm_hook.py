@@ -79,7 +79,7 @@ class CommHook:
         Raises: UsageError if it doesn't return a Future.
         """
         future = self.hook(self.state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future; `then` returns it
             raise UsageError(
                 f"the communication hook {_name(self.hook)} returned {type(future).__name__}, expected a "
                 "torch.futures.Future",

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from shardwright.data_parallel.buckets import flat_memory, is_dense
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.topology import context
+from shardwright.topology.ranks import Axis
 from shardwright.transport import collectives
 
 NamedParameters = Iterable[tuple[str, Parameter]]
@@ -30,11 +31,12 @@ class NonFiniteGradientError(ShardwrightError, RuntimeError):
     """The gradient norm is infinite or not a number."""
 
 
+@torch.no_grad()
 def global_grad_norm(
     named_parameters: NamedParameters,
     *,
     norm_type: float = 2.0,
-    mp_axis: str = "pp",
+    mp_axis: Axis = "pp",
     counted_elsewhere: CountedElsewhere | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
@@ -64,12 +66,13 @@ def global_grad_norm(
     return total.float()
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     named_parameters: NamedParameters,
     max_norm: float,
     *,
     norm_type: float = 2.0,
-    mp_axis: str = "pp",
+    mp_axis: Axis = "pp",
     counted_elsewhere: CountedElsewhere | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
@@ -105,7 +108,7 @@ def _gradients(named_parameters: NamedParameters, skip: CountedElsewhere | None)
             continue
         seen.add(id(parameter))
         if skip is None or not skip(name, parameter):
-            gradients.append(parameter.grad.detach())
+            gradients.append(parameter.grad)
     return gradients
 
 
@@ -136,13 +139,13 @@ def _flat(gradient: Tensor) -> Tensor:
     return flat.abs() if flat.is_complex() else flat
 
 
-def _combined(norms: Tensor, order: float, axis: str) -> Tensor:
+def _combined(norms: Tensor, order: float, axis: Axis) -> Tensor:
     total = norms.pow(order).sum()
     collectives.all_reduce(total, axis, op="sum")
     return total.pow(1.0 / order)
 
 
-def _largest(norms: Tensor, axis: str) -> Tensor:
+def _largest(norms: Tensor, axis: Axis) -> Tensor:
     """Return the maximum over the axis. NaN, which a maximum over ranks may lose, is sent apart."""
     broken = norms.isnan().any()
     pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), broken.double()])

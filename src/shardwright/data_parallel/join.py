@@ -15,12 +15,13 @@ that missed the last updates would pull equal replicas apart afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal
 
 import torch
 
+from shardwright.data_parallel.reducer import GradientReducer
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.log import get_logger
 from shardwright.topology import context
@@ -37,20 +38,19 @@ class Join:
     """Keeps the collectives of a data-parallel axis matched while ranks run out of data.
 
     Protocol, on every rank of the axis (the engine makes these calls from the step decorator):
-        `on_step_start()`       before any collective of a step. Afterwards `source` is the rank within the
-                                axis whose buffers count in this step, and `divisor(n)` the divisor of the
-                                mean.
-        `on_reduction(wants)`   once per step, when the microbatches are done, also in steps that don't
-                                reduce. Where it returns True the rank calls its reducers'
-                                `finish(average_over=join.divisor(reducer.average_over))`.
-    In `__exit__` the rank makes the same two exchanges, and in between the callbacks:
-        `shadow_buffers(source)`    the buffer synchronisation of the step's start, if the engine does one;
-        `shadow_reduction()`        the reducers' `finish(average_over=..., contribute=False)`;
-        `final_sync(source)`        once, when no rank has data: parameters, buffers, optimizer state from
-                                    `source`, a rank that ran the last step. Not called if all ended together.
-    The callbacks must issue exactly the collectives that the step of an active rank issues on this axis.
-    Ranks of one pipeline group end together, so joining works per stage. Not for tensor parallelism: its
-    peers exchange activations inside the step, which a rank without data can't.
+        `on_step_start()`   before any collective of a step. Afterwards `source` is the rank within the axis
+                            whose buffers count in this step.
+        `reduce(wants)`     once at the end of each step, also of one that doesn't reduce, in place of the
+                            reducers' `finish()`.
+    In `__exit__` the rank makes the same two calls for the steps of others, and in between
+        `shadow_buffers(source)`    the buffer synchronisation of the step's start, if the engine does one,
+    and at last, when no rank has data, unless all ended together,
+        `final_sync(source)`        parameters, buffers, optimizer state from `source`, a rank that ran the
+                                    last step (`sync.broadcast_parameters`, `sync.broadcast_optimizer_state`).
+    A step must issue no other collective on this axis. While inside, the reducers don't overlap: whether a
+    step reduces is agreed at its end. Ranks of one pipeline group end together, so joining works per stage.
+    Not for
+    tensor parallelism: its peers exchange activations inside the step, which a rank without data can't.
 
     divide_by_initial_world_size: True divides by the full number of replicas, so that every sample weighs the
         same over the epoch; False by the number of ranks that still have data.
@@ -61,7 +61,7 @@ class Join:
     def __init__(
         self,
         *,
-        shadow_reduction: Callable[[], None],
+        reducers: Sequence[GradientReducer],
         final_sync: Callable[[int], None],
         shadow_buffers: Callable[[int], None] | None = None,
         axis: Literal["dp", "rdp"] = "dp",
@@ -69,7 +69,8 @@ class Join:
         throw_on_early_termination: bool = False,
         enable: bool = True,
     ) -> None:
-        self._shadow_reduction = shadow_reduction
+        self._reducers = list(reducers)
+        self._overlap_outside = [r.overlap for r in self._reducers]
         self._final_sync = final_sync
         self._shadow_buffers = shadow_buffers
         self._axis = axis
@@ -99,15 +100,11 @@ class Join:
         """How many ranks of the axis have data in the current step."""
         return len(self._active)
 
-    def divisor(self, average_over: int) -> int:
-        """Return what a gradient sum that is normally divided by `average_over` is divided by in this step.
-
-        average_over: a multiple of the size of the axis, or equal to it.
-        """
-        return average_over if self._divide_by_initial else average_over * self.num_active // self._size
-
     def __enter__(self) -> Join:
-        self._entered = self._enable
+        if self._enable:
+            self._entered = True
+            for reducer in self._reducers:
+                reducer.overlap = False
         return self
 
     def on_step_start(self) -> None:
@@ -119,16 +116,12 @@ class Join:
         if self._entered:
             self._exchange_active(has_data=True)
 
-    def on_reduction(self, wants: bool) -> bool:
-        """Agree whether the gradients of this step are reduced: yes if any rank wants to.
+    def reduce(self, wants: bool) -> bool:
+        """Reduce the gradients of this step if any rank wants to; return whether that was done.
 
-        Collectives: one all-reduce of one number.
+        Collectives: one all-reduce of one number, then those of the reducers' `finish`.
         """
-        if not self._entered:
-            return wants
-        flag = torch.tensor([int(wants)], dtype=torch.int32)
-        collectives.all_reduce(flag, self._axis, op="max")
-        return bool(flag.item())
+        return self._reduce(wants, contribute=True)
 
     def __exit__(
         self,
@@ -138,13 +131,13 @@ class Join:
     ) -> None:
         if not self._entered:
             return
-        if exc_type is not None:
-            self._entered = False
-            return
         try:
-            self._shadow()
+            if exc_type is None:
+                self._shadow()
         finally:
             self._entered = False
+            for reducer, overlap in zip(self._reducers, self._overlap_outside, strict=True):
+                reducer.overlap = overlap
 
     def _shadow(self) -> None:
         """Take part in the steps of the ranks that still have data, then receive their state."""
@@ -157,12 +150,24 @@ class Join:
             all_ended_together = False
             if self._shadow_buffers is not None:
                 self._shadow_buffers(source)
-            if self.on_reduction(wants=False):
-                self._shadow_reduction()
+            self._reduce(wants=False, contribute=False)
         if shadowed:
             _logger.info("no more batches on this rank; took part in %d further steps with zeros", shadowed)
         if not all_ended_together:
             self._final_sync(source)
+
+    def _reduce(self, wants: bool, contribute: bool) -> bool:
+        if self._entered:
+            flag = torch.tensor([int(wants)], dtype=torch.int32)
+            collectives.all_reduce(flag, self._axis, op="max")
+            wants = bool(flag.item())
+        if wants:
+            for reducer in self._reducers:
+                divisor = reducer.average_over
+                if self._entered and not self._divide_by_initial:
+                    divisor = divisor * self.num_active // self._size
+                reducer.finish(average_over=divisor, contribute=contribute)
+        return wants
 
     def _exchange_active(self, has_data: bool) -> bool:
         """Learn who has data for the step that begins now; False if nobody has."""

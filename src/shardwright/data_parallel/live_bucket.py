@@ -32,7 +32,8 @@ StartReduction = Callable[["LiveBucket", Tensor, Sequence[Tensor]], Waitable]
 class LiveBucket:
     """The buffer of one planned bucket, and where it stands in the step.
 
-    Calls of a step, in order: `start`, `count`, `settle`, `write_back` (if the rank contributes), `rest`.
+    Calls of a step, in order: `start`, `count`, `wait`, `reduce_again` if something changed, `write_back` if
+    the rank contributes, `rest`.
 
     waiting_for: ids of parameters whose gradient is not ready yet.
     changed: a gradient was announced after the start.
@@ -78,28 +79,33 @@ class LiveBucket:
         changed = self.changed or any(map(_has_changed, gradients, self._packed))
         return [had or g is not None for had, g in zip(self._present, gradients, strict=True)], changed
 
-    def settle(self, divisor: int, contribute: bool, again: StartReduction | None) -> None:
-        """Wait for the reduction; reduce once more what changed, if `again` is given.
+    def wait(self, divisor: int) -> None:
+        """Wait for the reduction.
 
         divisor: of the sum. In the copied way the division happens in `write_back`, in the same pass.
         """
         assert self._flat is not None
         assert self._pending is not None
         self._pending.wait()
+        if self._as_view:
+            _divide(self._flat, divisor)
+
+    def reduce_again(self, reduction: StartReduction, divisor: int, contribute: bool) -> None:
+        """After `wait`: take in what changed on some rank since the start, and wait for that."""
+        assert self._flat is not None
         if not self._as_view:
-            if again is not None:
-                if contribute:
-                    self._pack(self._views)
-                again(self, self._flat, self._views).wait()
-            return
-        _divide(self._flat, divisor)
-        if again is not None:
-            late = torch.zeros_like(self._flat)
-            late_views = self._views_of(late)
             if contribute:
-                self._pack(late_views)
-            again(self, late, late_views).wait()
-            self._flat.add_(_divide(late, divisor))
+                self._pack(self._views)
+            else:
+                self._flat.zero_()
+            reduction(self, self._flat, self._views).wait()
+            return
+        late = torch.zeros_like(self._flat)
+        late_views = self._views_of(late)
+        if contribute:
+            self._pack(late_views)
+        reduction(self, late, late_views).wait()
+        self._flat.add_(_divide(late, divisor))
 
     def write_back(self, had_gradient: Sequence[bool], divisor: int) -> None:
         """Give every parameter that had a gradient on some rank the reduced one; the others keep None."""
@@ -154,7 +160,7 @@ class LiveBucket:
 def _has_changed(gradient: Tensor | None, packed: tuple[Tensor, int] | None) -> bool:
     """True if a gradient was written to, replaced or created since it was packed."""
     if gradient is None or packed is None:
-        return gradient is not packed
+        return (gradient is None) != (packed is None)
     return gradient is not packed[0] or gradient._version != packed[1]
 
 

@@ -46,6 +46,8 @@ class GradientReducer:
     A gradient that changes after its bucket was started (`ready` called again, `late`, or simply found
     changed in `finish()`) makes that bucket reduce a second time, on all ranks; the result is exact.
 
+    overlap: may be switched between steps, on all ranks alike; False makes `ready` only take note.
+
     After `finish()`: a parameter that had a gradient on some rank has the same one on all ranks, bit for bit:
     the sum over the axis divided by `average_over`. One that had a gradient nowhere keeps None.
     """
@@ -80,10 +82,10 @@ class GradientReducer:
         self._axis: ReplicaAxis = axis
         self.average_over = average_over
         self._cap_bytes = int(bucket_cap_mb * MIB)
-        self._overlap = overlap
+        self.overlap = overlap
         self._as_view = gradient_as_bucket_view
         self._hook: CommHook | None = None
-        self._trainable: tuple[bool, ...] | None = None
+        self._planned_for: list[tuple[bool, torch.dtype, torch.device]] | None = None
         self._buckets: list[LiveBucket] = []
         self._home: dict[int, LiveBucket] = {}
         self._begun = False
@@ -98,7 +100,7 @@ class GradientReducer:
         Called by: every rank of the axis, before a step's first gradient.
         Raises: UsageError without overlap, during a reduction, or when there is a hook already.
         """
-        if not self._overlap:
+        if not self.overlap:
             raise UsageError(
                 "a communication hook needs overlapping gradient reduction, which is off",
                 remedy="pass overlapping_allreduce=True to smp.DistributedModel",
@@ -129,7 +131,7 @@ class GradientReducer:
             bucket.changed = True
             return
         bucket.waiting_for.discard(id(parameter))
-        if self._overlap and not (self._alone and self._hook is None):
+        if self.overlap and not (self._alone and self._hook is None):
             while self._num_started < len(self._buckets) and not self._buckets[self._num_started].waiting_for:
                 self._start_next(contribute=True)
 
@@ -159,9 +161,15 @@ class GradientReducer:
         with torch.no_grad():
             while self._num_started < len(self._buckets):
                 self._start_next(contribute=contribute)
-            had_gradient, changed = self._agree_on_counts(contribute)
+            counts = self._counts(contribute)
+            pending_counts = _all_reduce(counts, self._axis)
             for bucket in self._buckets:
-                bucket.settle(divisor, contribute, self._reduction if changed[bucket.plan.index] else None)
+                bucket.wait(divisor)
+            pending_counts.wait()
+            had_gradient, changed = self._read(counts)
+            for bucket in self._buckets:
+                if changed[bucket.plan.index]:
+                    bucket.reduce_again(self._reduction, divisor, contribute)
             if contribute:
                 for bucket in self._buckets:
                     bucket.write_back(had_gradient[bucket.plan.index], divisor)
@@ -172,18 +180,18 @@ class GradientReducer:
 
         Called by: any rank, alone. Collectives: none. Buffers that a reduction may still write to are let go.
         """
-        self._trainable = None
+        self._planned_for = None
         self._rest()
 
     def _begin(self) -> None:
-        """At the first call of a step: plan the buckets, if the set of trainable parameters is new."""
+        """At the first call of a step: plan the buckets, if parameters were (un)frozen, moved or cast."""
         if self._begun:
             return
         self._begun = True
-        trainable = tuple(p.requires_grad for _, p in self._named)
-        if trainable == self._trainable:
+        planned_for = [(p.requires_grad, p.dtype, p.device) for _, p in self._named]
+        if planned_for == self._planned_for:
             return
-        self._trainable = trainable
+        self._planned_for = planned_for
         named = [(n, p) for n, p in self._named if p.requires_grad]
         plan = plan_buckets(
             [TensorInfo.of(n, p) for n, p in named],
@@ -214,27 +222,29 @@ class GradientReducer:
             return self._hook.start(seen, context.world().config.timeout_s)
         return _all_reduce(flat, self._axis)
 
-    def _agree_on_counts(self, contribute: bool) -> tuple[list[list[bool]], list[bool]]:
-        """Exchange who had gradients, see Note [Counts].
-
-        Returns: for each bucket and parameter in it, whether some rank had a gradient; for each bucket,
-            whether the gradients of some rank changed after its start.
-        """
+    def _counts(self, contribute: bool) -> Tensor:
+        """What this rank adds to the counts, see Note [Counts]: each bucket's parameters, then the bucket."""
         mine: list[bool] = []
         for bucket in self._buckets:
             had, changed = bucket.count() if contribute else ([False] * len(bucket.parameters), False)
             mine += [*had, changed]
-        counts = torch.tensor(mine, dtype=torch.int32)
-        _all_reduce(counts, self._axis).wait()
-        everywhere = iter((counts > 0).tolist())
-        had_gradient, has_changed = [], []
+        return torch.tensor(mine, dtype=torch.int32)
+
+    def _read(self, counts: Tensor) -> tuple[list[list[bool]], list[bool]]:
+        """Return for each bucket which parameters had a gradient on some rank; and which buckets changed."""
+        positive = iter((counts > 0).tolist())
+        had_gradient, changed = [], []
         for bucket in self._buckets:
-            had_gradient.append([next(everywhere) for _ in bucket.parameters])
-            has_changed.append(next(everywhere))
-        return had_gradient, has_changed
+            had_gradient.append([next(positive) for _ in bucket.parameters])
+            changed.append(next(positive))
+        return had_gradient, changed
+
+
+class _Done:
+    """The reduction over an axis of one rank."""
+
+    def wait(self) -> None: ...
 
 
 def _all_reduce(tensor: Tensor, axis: ReplicaAxis) -> Waitable:
-    pending = collectives.all_reduce(tensor, axis, op="sum", async_op=True)
-    assert pending is not None  # it is None only for a blocking call
-    return pending
+    return collectives.all_reduce(tensor, axis, op="sum", async_op=True) or _Done()

@@ -7,6 +7,7 @@ it calls them in the same order, with the tensors it holds, under equal names an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -22,6 +23,7 @@ from shardwright.data_parallel.buckets import (
 )
 from shardwright.errors import ShapeError, ShardwrightError
 from shardwright.topology import context
+from shardwright.topology.ranks import Axis
 from shardwright.transport import collectives, objects
 
 _CHUNK_BYTES = 25 * MIB
@@ -33,7 +35,7 @@ class ReplicaMismatchError(ShardwrightError, RuntimeError):
 
 def broadcast_parameters(
     named_tensors: Iterable[tuple[str, Tensor]],
-    axis: str = "dp",
+    axis: Axis = "dp",
     *,
     source: int = 0,
     chunk_bytes: int = _CHUNK_BYTES,
@@ -54,7 +56,7 @@ def broadcast_parameters(
 
 def sync_buffers(
     named_buffers: Iterable[tuple[str, Tensor]],
-    axis: str = "dp",
+    axis: Axis = "dp",
     *,
     source: int = 0,
     chunk_bytes: int = _CHUNK_BYTES,
@@ -67,13 +69,32 @@ def sync_buffers(
     _broadcast(list(_once_each(named_buffers)), axis, source, chunk_bytes)
 
 
-def check_same_layout(named_tensors: Iterable[tuple[str, Tensor]], axis: str = "dp") -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, axis: Axis = "dp", *, source: int) -> None:
+    """Give every rank's optimizer the state and the parameter-group settings of one rank's.
+
+    Called by: every rank of the axis at the end of `join()`, where ranks without data have missed updates.
+    Learning-rate schedulers keep state of their own, which is the script's to bring along.
+    Collectives: one object broadcast, then one broadcast per chunk.
+    """
+    world = context.world()
+    sending = world.groups.ranks(axis)[source] == world.rank
+    tensors: list[Tensor] = []
+    outline = _take_apart(optimizer.state_dict(), tensors) if sending else None
+    outline = objects.broadcast_object(outline, axis, source)
+    if not sending:
+        _allocate(outline, tensors)
+    _broadcast([(str(i), t) for i, t in enumerate(tensors)], axis, source, _CHUNK_BYTES)
+    if not sending:
+        optimizer.load_state_dict(_put_together(outline, iter(tensors)))
+
+
+def check_same_layout(named_tensors: Iterable[tuple[str, Tensor]], axis: Axis = "dp") -> None:
     """Raise ShapeError unless all ranks hold tensors of the same names, shapes, strides and dtypes.
 
     Collectives: one gather of a digest; one of the descriptions only if the digests differ.
     """
     mine = [(n, *_layout(t), str(t.dtype)) for n, t in named_tensors]
-    digest = xxhash.xxh3_64_hexdigest(repr(mine))
+    digest = xxhash.xxh3_64_hexdigest(repr(mine).encode())
     if len(set(objects.allgather_object(digest, axis))) == 1:
         return
     ranks = context.world().groups.ranks(axis)
@@ -85,13 +106,13 @@ def check_same_layout(named_tensors: Iterable[tuple[str, Tensor]], axis: str = "
         raise ShapeError(
             f"replicas hold different models: tensor {position} in order is "
             + ", ".join(f"{_describe(v)} on rank {r}" for r, v in zip(ranks, versions, strict=True)),
-            where=_where(),
+            where=context.world().describe(),
             remedy="build the same model, in the same order, on every rank",
         )
 
 
 def check_equal(
-    named_tensors: Iterable[tuple[str, Tensor]], axis: str = "dp", *, what: str = "parameter"
+    named_tensors: Iterable[tuple[str, Tensor]], axis: Axis = "dp", *, what: str = "parameter"
 ) -> None:
     """Raise unless every tensor is bitwise equal on all ranks of the axis.
 
@@ -114,7 +135,7 @@ def check_equal(
     raise ReplicaMismatchError(
         f"{what} '{named[first][0]}' differs between replicas: {versions} hold different values; "
         f"{len(differing)} of {len(named)} {what}s differ",
-        where=_where(),
+        where=context.world().describe(),
         remedy="look for code that changes it on some replicas only, or for a generator seeded by rank",
     )
 
@@ -127,7 +148,7 @@ def _once_each(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
             yield name, tensor
 
 
-def _broadcast(named: Sequence[tuple[str, Tensor]], axis: str, source: int, chunk_bytes: int) -> None:
+def _broadcast(named: Sequence[tuple[str, Tensor]], axis: Axis, source: int, chunk_bytes: int) -> None:
     """Broadcast in flat chunks. Bytes travel, so that every dtype does (bool, complex, 8-bit floats)."""
     groups = context.world().groups
     if len(groups.ranks(axis)) == 1:
@@ -155,6 +176,43 @@ def _broadcast(named: Sequence[tuple[str, Tensor]], axis: str, source: int, chun
                 torch._foreach_copy_(members, views)
 
 
+def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
+    """Copy dicts and lists with a TensorInfo in place of every tensor; the tensors go into `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return TensorInfo.of("", value)
+    if isinstance(value, dict):
+        return {key: _take_apart(element, tensors) for key, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_take_apart(element, tensors) for element in value)
+    return value
+
+
+def _allocate(outline: Any, tensors: list[Tensor]) -> None:
+    """Append an empty tensor for every TensorInfo, in order, on this rank's device of the same kind."""
+    if isinstance(outline, TensorInfo):
+        here = context.world().device
+        device = here if outline.device.type == here.type else outline.device
+        strides = dense_strides(outline.shape, outline.stride)
+        tensors.append(torch.empty_strided(outline.shape, strides, dtype=outline.dtype, device=device))
+    elif isinstance(outline, dict):
+        for element in outline.values():
+            _allocate(element, tensors)
+    elif isinstance(outline, (list, tuple)):
+        for element in outline:
+            _allocate(element, tensors)
+
+
+def _put_together(outline: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(outline, TensorInfo):
+        return next(tensors)
+    if isinstance(outline, dict):
+        return {key: _put_together(element, tensors) for key, element in outline.items()}
+    if isinstance(outline, (list, tuple)):
+        return type(outline)(_put_together(element, tensors) for element in outline)
+    return outline
+
+
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape = tuple(tensor.shape)
     return shape, dense_strides(shape, tuple(tensor.stride()))
@@ -163,7 +221,7 @@ def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _hash(tensor: Tensor) -> int:
     """Signed 64-bit hash of a tensor's values in index order."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return int.from_bytes(xxhash.xxh3_64_digest(data.numpy()), "big", signed=True)
+    return int.from_bytes(xxhash.xxh3_64_digest(data.numpy().data), "big", signed=True)
 
 
 def _describe(version: tuple[str, tuple[int, ...], tuple[int, ...], str] | None) -> str:
@@ -171,9 +229,3 @@ def _describe(version: tuple[str, tuple[int, ...], tuple[int, ...], str] | None)
         return "absent"
     name, shape, stride, dtype = version
     return f"'{name}' {list(shape)} strides {list(stride)} {dtype}"
-
-
-def _where() -> str:
-    world = context.world()
-    c = world.coordinates
-    return f"world rank {world.rank} (pp {c.pp}, tp {c.tp}, rdp {c.rdp})"

@@ -6,64 +6,72 @@ the same program on all ranks; what differs is only who holds what.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
+from shardwright.pipeline import messages
 from shardwright.pipeline.placed import PlacedTensor, Value, native
 from shardwright.pipeline.spec import Spec, contiguous_stride, for_wire, spec_of, wire_stride
+from shardwright.pipeline.schedule import Event
+from shardwright.pipeline.streams import Streams, torch_forked
 from shardwright.pipeline.tape import Entry, Tape, gradient_spec
 from shardwright.topology import context, rng
 
 if TYPE_CHECKING:
     from shardwright.pipeline.runtime import Registered, Runtime
 
-# Small announcements travel inside one fixed-size message; longer ones in a second one behind it.
-_HEADER_BYTES = 1024
-
 
 class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
+class Turns(Protocol):
+    """The executor, as a frame sees it."""
+
+    def wait_turn(self, frame: Frame) -> None:
+        """Set this microbatch aside; returns when it is chosen again."""
+
+    def forward_done(self, frame: Frame) -> None:
+        """Called before the first backward; returns when backward may begin."""
+
+
+class Call(NamedTuple):
+    """One call in words: what ran, on which pp rank, what came out."""
+
+    label: str
+    owner: int
+    outputs: tuple[Spec, ...]
+
+
 class Frame:
     """Microbatch `index` of a step.
 
-    suspend: called before a wait; gives the baton away and returns when this microbatch is chosen again.
+    turns: gives the baton away before a wait, and takes it back.
     seed: base of the random streams of this step, equal on the pipeline group.
     gradient_scale: what the loss is multiplied with (1 / num_microbatches to average over them).
+    program: what this microbatch made the ranks do, for the schedule.   calls: the same in words, for agreement.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        index: int,
-        *,
-        seed: int,
-        suspend: Callable[[], None],
-        enter_backward: Callable[[], None],
-        gradient_scale: float = 1.0,
+        self, runtime: Runtime, index: int, turns: Turns, *, seed: int, gradient_scale: float = 1.0
     ) -> None:
         self.runtime = runtime
         self.index = index
         self.rank = runtime.rank
         self.device = runtime.device
-        self.seed = seed
+        self.seed = rng.derive_seed(seed, index)
+        self.streams = Streams(self.seed)
         self.tape = Tape()
-        self.checkpointing = 0
+        self.program: list[Event] = []
+        self.calls: list[Call] = []
         self.gradient_scale = gradient_scale
-        self.num_backwards = 0
-        self.waited = False
+        self.checkpointing = 0
         self.computed = False
-        self.started_with_wait = False
-        self.calls: list[tuple[str, int]] = []
-        self._suspend = suspend
-        self._enter_backward = enter_backward
+        self._turns = turns
         self._num_values = 0
-        self._num_calls = 0
         self._leaves: dict[int, PlacedTensor] = {}
         self._sent: list[Handle] = []
 
@@ -79,6 +87,7 @@ class Frame:
         if rank in value.copies:
             return
         value.copies.add(rank)
+        self.program.append(Event("move", value.holder, rank))
         if self.rank == value.holder:
             assert value.tensor is not None
             self.send(for_wire(value.tensor.detach(), value.spec), rank)
@@ -147,31 +156,6 @@ class Frame:
 
     # ------------------------------------------------------------------ calls
 
-    def call(
-        self,
-        label: str,
-        owner: int,
-        run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        inputs: Sequence[Value],
-        outputs: Sequence[Spec] | None,
-        depends: Sequence[tuple[int, ...]] | None,
-        *,
-        after: Callable[[], None] | None = None,
-        streams: Callable[[int], Any] | None = None,
-    ) -> list[Value]:
-        """Run one call on its owner and record it everywhere.
-
-        run: given one real tensor per input (detached leaves), returns the result tensors. Only on the owner.
-        outputs: specs of the results; None on the owner if only running tells (see `call_unknown`).
-        depends: per output, the positions in `inputs` (all of them) that its gradient reaches.
-        """
-        results: list[torch.Tensor] | None = None
-        leaves: list[torch.Tensor] | None = None
-        if self.rank == owner:
-            results, leaves = self.run_here(run, inputs, streams)
-        assert outputs is not None and depends is not None
-        return self.record(label, owner, inputs, outputs, depends, results, leaves, after)
-
     def run_here(
         self,
         run: Callable[[list[torch.Tensor]], Any],
@@ -187,8 +171,8 @@ class Frame:
                 leaf.requires_grad_(True)
             leaves.append(leaf)
         self.computed = True
-        seed = rng.derive_seed(self.seed, self.index, self._num_calls)
-        with native(), context.own_view(), (streams or rng.forked_torch)(seed):
+        seed = rng.derive_seed(self.seed, len(self.calls))
+        with native(), context.own_view(), (streams or torch_forked)(seed):
             result = run(leaves)
         return result, leaves
 
@@ -204,12 +188,12 @@ class Frame:
         after: Callable[[], None] | None = None,
     ) -> list[Value]:
         """Enter a call that was made: its result values, and its entry if a gradient can flow through it."""
-        self._num_calls += 1
         values = []
         for i, spec in enumerate(outputs):
             tensor = None if results is None else results[i].detach()
             values.append(self.new_value(spec, owner, tensor))
-        self.calls.append((label, owner))
+        self.calls.append(Call(label, owner, tuple(outputs)))
+        self.program.append(Event("call", owner, seconds=self.runtime.cost_s.get(label, 0.0)))
         if any(spec.requires_grad for spec in outputs):
             positions = [i for i, v in enumerate(inputs) if v.spec.requires_grad]
             place = {p: k for k, p in enumerate(positions)}
@@ -244,8 +228,8 @@ class Frame:
                 )
             given = None if gradients is None else gradients[i]
             roots.append((value, self._seed_gradient(value, given)))
-        self._enter_backward()
-        self.num_backwards += 1
+        self.program.append(Event("gate"))
+        self._turns.forward_done(self)
         with native(), context.own_view():
             self.tape.backward(roots, self)
 
@@ -270,6 +254,13 @@ class Frame:
         given = given.to(device=self.device, dtype=value.spec.dtype)
         return given * self.gradient_scale if self.gradient_scale != 1.0 else given
 
+    def gradient_moves(self, source: int, to: int) -> None:
+        self.program.append(Event("move", source, to))
+
+    def backward_runs(self, entry: Entry) -> None:
+        seconds = 2 * self.runtime.cost_s.get(entry.label, 0.0)
+        self.program.append(Event("call", entry.owner, seconds=seconds))
+
     def send_gradient(self, tensor: torch.Tensor, to: int) -> None:
         self.send(tensor.contiguous(), to)
 
@@ -289,12 +280,14 @@ class Frame:
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=self.device)
         return self.runtime.wire.receive(buffer, source, self.index)
 
-    def wait(self, handle: Handle) -> Any:
-        if not self.computed and not self.waited:
-            self.started_with_wait = True
-        self.waited = True
+    def yield_turn(self) -> None:
+        """Let other microbatches go on."""
         with context.own_view():
-            self._suspend()
+            self._turns.wait_turn(self)
+
+    def wait(self, handle: Handle) -> Any:
+        with context.own_view():
+            self._turns.wait_turn(self)
             return handle.wait()
 
     def settle_sends(self) -> None:
@@ -307,25 +300,11 @@ class Frame:
         """Tell the group a Python value that only `holder` knows; returns it on every rank."""
         if self.runtime.size == 1:
             return payload
+        self.program.append(Event("tell", holder))
         if self.rank != holder:
-            header = self.wait(self.runtime.wire.receive(torch.empty(_HEADER_BYTES, dtype=torch.uint8), holder, self.index))
-            length = int.from_bytes(bytes(header[:8].tolist()), "little")
-            data = bytes(header[8 : 8 + length].tolist())
-            rest = length - len(data)
-            if rest > 0:
-                more = torch.empty(rest, dtype=torch.uint8)
-                data += self.runtime.wire.receive(more, holder, self.index).wait().numpy().tobytes()
-            return pickle.loads(data)
-        data = pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
-        first = len(data).to_bytes(8, "little") + data[: _HEADER_BYTES - 8]
-        message = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-        message[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
-        rest_bytes = data[_HEADER_BYTES - 8 :]
-        for rank in range(self.runtime.size):
-            if rank != holder:
-                self.send(message, rank)
-                if rest_bytes:
-                    self.send(torch.frombuffer(bytearray(rest_bytes), dtype=torch.uint8), rank)
+            return messages.receive_value(self.runtime.wire, holder, self.index, self.wait)
+        others = [r for r in range(self.runtime.size) if r != holder]
+        self._sent += messages.send_value(self.runtime.wire, payload, others, self.index)
         return payload
 
     # ------------------------------------------------------------------ words

@@ -100,6 +100,7 @@ GRAD_FN = _GradFn()
 # ---------------------------------------------------------------------- what is refused, and the remedy
 
 REFUSED = {
+    "grad": "call model.backward(loss) inside the step function",
     "backward": "call model.backward(loss) inside the step function",
     "register_hook": "register a hook on a module, or compute what the hook needs in the step body",
     "register_post_accumulate_grad_hook": "register it on the model's parameters, outside the step",

@@ -23,12 +23,16 @@ class Wire(Protocol):
 
 @dataclass(eq=False)
 class Registered:
-    """A parameter or buffer of the model, and the stage that owns it."""
+    """A parameter or buffer of the model, and the stage that owns it.
+
+    home: the module and key where a buffer is kept.
+    """
 
     name: str
     tensor: torch.Tensor
     owner: int
     is_buffer: bool
+    home: tuple[torch.nn.Module, str] | None = None
 
 
 @dataclass(eq=False)
@@ -36,6 +40,7 @@ class Runtime:
     """One pipeline rank's view of the partitioned model.
 
     rank, size: of the pipeline group.   device: where this rank computes.
+    cost_s: estimated time of one forward call per unit name, equal on all ranks; only for the schedule.
     glue_cache: outcomes of glue ops by key.
     after_unit_backward: called on the owner with (unit, frame) when the backward of one call of the unit is done.
     converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
@@ -47,27 +52,33 @@ class Runtime:
     wire: Wire
     registered: dict[int, Registered] = field(default_factory=dict)
     glue_cache: dict[Any, Any] = field(default_factory=dict)
+    cost_s: dict[str, float] = field(default_factory=dict)
     units: list[Any] = field(default_factory=list)
     converted: list[Any] = field(default_factory=list)
     after_unit_backward: Callable[[Any, Any], None] = lambda unit, frame: None
 
-    def register(self, name: str, tensor: torch.Tensor, owner: int, *, is_buffer: bool) -> Registered:
-        known = self.registered.get(id(tensor))
-        if known is not None:
-            return known
-        made = Registered(name, tensor, owner, is_buffer)
-        self.registered[id(tensor)] = made
-        return made
+    def register(
+        self, name: str, tensor: torch.Tensor, owner: int, home: tuple[torch.nn.Module, str] | None = None
+    ) -> None:
+        """Make a parameter, or (with its home) a buffer, known to glue."""
+        if id(tensor) not in self.registered:
+            self.registered[id(tensor)] = Registered(name, tensor, owner, home is not None, home)
 
-    def refresh_buffers(self, names: Iterable[tuple[str, torch.nn.Module, str]], owner: int) -> None:
-        """After a unit ran: buffers that were assigned anew are known under their new object."""
-        for name, module, key in names:
+    def replace(self, entry: Registered, tensor: torch.Tensor) -> None:
+        """A buffer was assigned anew."""
+        self.registered.pop(id(entry.tensor), None)
+        entry.tensor = tensor
+        self.registered[id(tensor)] = entry
+
+    def refresh_buffers(self, homes: Iterable[tuple[str, torch.nn.Module, str]]) -> None:
+        """After a unit ran here: buffers that it assigned anew are known under their new object."""
+        for name, module, key in homes:
             tensor = module._buffers.get(key)
             if tensor is not None and id(tensor) not in self.registered:
-                for old, entry in list(self.registered.items()):
+                for entry in list(self.registered.values()):
                     if entry.name == name:
-                        del self.registered[old]
-                self.register(name, tensor, owner, is_buffer=True)
+                        self.replace(entry, tensor)
+                        break
 
 
 # Functions that return a mutable object which module hooks write to, or None; every unit treats it as an argument.

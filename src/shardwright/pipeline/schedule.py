@@ -114,7 +114,6 @@ class _Rank:
         self.passed_gate: set[int] = set()
         self.chosen: tuple[int, int] | None = None  # (microbatch, event it resumes at)
         self.num_done = 0
-        self.num_forward_done = 0
         self.peak = 0
 
 
@@ -165,13 +164,12 @@ def _advance(me: int, rank: _Rank, program: Sequence[Event], sent: dict[tuple[in
     while at < len(program):
         event = program[at]
         if event.kind == "gate":
-            rank.num_forward_done += index not in rank.passed_gate
-            rank.passed_gate.add(index)
-            if gate and rank.num_forward_done < total:
-                rank.gated.add(index)
-                rank.waiting[index] = at
-                return True
-            rank.gated.clear() if gate and rank.num_forward_done == total else None
+            if index not in rank.passed_gate:
+                rank.passed_gate.add(index)
+                if gate:
+                    rank.waiting[index] = at
+                    rank.gated = set(rank.passed_gate) if len(rank.passed_gate) < total else set()
+                    return True
         elif event.kind == "call" and event.rank == me:
             rank.computed.add(index)
             rank.clock += event.seconds

@@ -48,6 +48,10 @@ class Mover(Protocol):
     rank: int
     device: torch.device
 
+    def gradient_moves(self, source: int, to: int) -> None: ...
+
+    def backward_runs(self, entry: Entry) -> None: ...
+
     def send_gradient(self, tensor: torch.Tensor, to: int) -> None: ...
 
     def receive_gradient(self, spec: Spec, source: int) -> torch.Tensor: ...
@@ -115,6 +119,7 @@ class Tape:
                     position in entry.depends[i] for i, v in enumerate(entry.outputs) if v in wanted
                 ):
                     contributors.setdefault(source, set()).add(entry.owner)
+            mover.backward_runs(entry)
             if entry.owner == me:
                 self._run(entry, gradients, mover)
                 if entry.after is not None:
@@ -137,6 +142,7 @@ class Tape:
             for rank in sorted(contributors.get(value, ())):
                 if rank == entry.owner:
                     continue
+                mover.gradient_moves(rank, entry.owner)
                 if rank == me:
                     spec = self.specs[value]
                     gradient = gradients.pop(value, None)

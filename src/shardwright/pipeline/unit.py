@@ -54,6 +54,14 @@ class UnitOutcome:
     volatile: bool
 
 
+_DYNAMIC = "_shardwright_dynamic_shapes"
+
+
+def mark_dynamic(module: nn.Module) -> None:
+    """Let the owner of a module announce its results at every call."""
+    module.__dict__[_DYNAMIC] = True
+
+
 class Unit:
     """The border of one module: stands in front of its `__call__`."""
 
@@ -62,10 +70,14 @@ class Unit:
         self.name = name
         self.module = module
         self.owner = owner
-        self.dynamic = False
-        self.volatile = False
         self.outcomes: dict[Any, UnitOutcome] = {}
+        self.being_told: dict[Any, Frame] = {}
         self._call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+
+    @property
+    def dynamic(self) -> bool:
+        """Was it marked with `smp.dynamic_shapes`?"""
+        return _DYNAMIC in self.module.__dict__
 
     @functools.cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -191,7 +203,7 @@ class _Crossing:
     def run(self, native: Callable[..., Any]) -> Any:
         frame, unit = self.frame, self.unit
         key = self._key()
-        known = None if unit.dynamic or unit.volatile else unit.outcomes.get(key)
+        known = self._known(key)
         for value in self.values:
             frame.fetch(value, unit.owner)
         leaves = None
@@ -210,8 +222,21 @@ class _Crossing:
             outcome = known if known is not None else frame.announce(unit.owner, None)
         if known is None:
             unit.outcomes[key] = outcome
-            unit.volatile = unit.volatile or outcome.volatile
+            unit.being_told.pop(key, None)
         return self._settle(outcome, leaves)
+
+    def _known(self, key: Any) -> UnitOutcome | None:
+        """The cached outcome, or None if this call is announced; the same answer on all ranks.
+
+        The first microbatch with a new key is told; where a later one comes by before the news has arrived, it waits.
+        """
+        unit = self.unit
+        if unit.dynamic:
+            return None
+        while key not in unit.outcomes and unit.being_told.setdefault(key, self.frame) is not self.frame:
+            self.frame.yield_turn()
+        known = unit.outcomes.get(key)
+        return None if known is None or known.volatile else known
 
     def _key(self) -> Any:
         specs = tuple(
@@ -256,7 +281,7 @@ class _Crossing:
             _name_in(error, frame.where(unit.name))
             raise
         if unit.buffers:
-            unit.runtime.refresh_buffers(unit.buffers, unit.owner)
+            unit.runtime.refresh_buffers(unit.buffers)
         after = Walker()
         for tensor in given:
             after.number(tensor)

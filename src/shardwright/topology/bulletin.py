@@ -1,13 +1,14 @@
 """What ranks tell each other through the rendezvous store: failures, farewells, signs of life, connections.
 
-All of it is small text under one prefix. A rank writes its own entries; anyone may read all of them. Nothing here
-waits for a value that may never come.
+All of it is small text under one prefix. A rank writes its own entries; anyone may read all of them. Nothing
+here waits for a value that may never come.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -22,12 +23,12 @@ class Event:
 
     kind: "error" (an exception on `rank`, or a wait there that ran out), "lost" (`rank` went away without a
     word), "left" (`rank` ended in good order).
-    rank: whom it is about; reporter: who says so.
+    rank: whom it is about, None for the launcher; reporter: who says so.
     reason: the error's message; details: the traceback where there is one.
     """
 
     kind: Literal["error", "lost", "left"]
-    rank: int
+    rank: int | None
     reporter: int
     reason: str = ""
     details: str = ""
@@ -50,24 +51,36 @@ class Sign:
     seen: int
 
 
-class Bulletin:
-    """Read and write the entries. Every call may raise RuntimeError when the store is gone."""
+class StoreGoneError(RuntimeError):
+    """The store doesn't answer any more: who served it has ended."""
 
-    def __init__(self, store: dist.Store) -> None:
+
+class Bulletin:
+    """Read and write the entries. Every call may raise StoreGoneError; once one did, all do.
+
+    store: reached by all ranks, and used by nothing else in this process.
+    is_gone: says without a call whether the store's server is gone: torch prints pages when a call fails.
+    """
+
+    def __init__(self, store: dist.Store, is_gone: Callable[[], bool] = lambda: False) -> None:
         self._store = store
+        self._is_gone = is_gone
+        self._gone = False
         self._unread: set[int] = set()
         self.num_read = 0
         self._num_known = 0
 
     def post(self, event: Event) -> int:
         """Write an event; return how many events there are then."""
-        number = int(self._store.add("events", 1))
-        self._store.set(f"event/{number}", json.dumps(asdict(event)))
+        with self._reach() as store:
+            number = int(store.add("events", 1))
+            store.set(f"event/{number}", json.dumps(asdict(event)))
         return number
 
     def new_events(self) -> list[Event]:
         """Return the events, own ones included, that were not returned before."""
-        known = int(self._store.add("events", 0))
+        with self._reach() as store:
+            known = int(store.add("events", 0))
         self._unread.update(range(self._num_known + 1, known + 1))
         self._num_known = known
         events = []
@@ -81,7 +94,8 @@ class Bulletin:
 
     def sign(self, rank: int, sign: Sign) -> None:
         """Write this rank's sign of life."""
-        self._store.set(f"sign/{rank}", json.dumps(asdict(sign)))
+        with self._reach() as store:
+            store.set(f"sign/{rank}", json.dumps(asdict(sign)))
 
     def signs(self, ranks: Iterable[int]) -> dict[int, Sign]:
         """Return the last sign of each rank that has given one."""
@@ -90,7 +104,8 @@ class Bulletin:
 
     def post_routes(self, rank: int, routes: list[Route]) -> None:
         """Write both ends of this rank's connections."""
-        self._store.set(f"routes/{rank}", json.dumps(routes))
+        with self._reach() as store:
+            store.set(f"routes/{rank}", json.dumps(routes))
 
     def routes(self, rank: int) -> list[Route]:
         """Return the connections a rank has written; none if it hasn't."""
@@ -98,7 +113,19 @@ class Bulletin:
         return [] if text is None else [(own, peer) for own, peer in json.loads(text)]
 
     def _get(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        with self._reach() as store:
+            return store.get(key).decode() if store.check([key]) else None
+
+    @contextmanager
+    def _reach(self) -> Iterator[dist.Store]:
+        if self._gone or self._is_gone():
+            self._gone = True
+            raise StoreGoneError("the rendezvous store is gone")
+        try:
+            yield self._store
+        except RuntimeError as error:
+            self._gone = True
+            raise StoreGoneError("the rendezvous store is gone") from error
 
 
 def _sign(fields: dict[str, Any]) -> Sign:

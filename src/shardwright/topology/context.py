@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwright import log
 from shardwright.config.merge import merge_second_init
@@ -34,8 +33,9 @@ _log = log.get_logger(__name__)
 class World:
     """This process's place in the world, fixed from `init` to `shutdown`.
 
-    devices: how device tensors travel.   script_coordinates, script_local_rank: those of pipeline rank 0 of this rank's pp group,
-    which the user's script takes itself for (see `script_view`).
+    devices: how device tensors travel.   board: what is known of failures.
+    script_coordinates, script_local_rank: those of pipeline rank 0 of this rank's pp group, which the user's
+    script takes itself for (see `script_view`).
     """
 
     config: Config
@@ -78,10 +78,11 @@ _atexit_registered = False
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Find this process's place in the world and build its groups.
 
-    Called by: every rank, before anything else that needs ranks. A second call changes what can still be changed
-    (`config.merge`) and never rebuilds groups that are in use.
+    Called by: every rank, before anything else that needs ranks. A second call changes what can still be
+    changed (`config.merge`) and never rebuilds groups that are in use.
     Collectives: the rendezvous, the meeting of each group, one all-gather.
-    Raises: ConfigError for settings that can't work, on all ranks alike; CommunicationTimeout if ranks are missing.
+    Raises: ConfigError for settings that can't work, on all ranks alike; CommunicationTimeout if ranks are
+    missing.
     """
     if _state is not None:
         _init_again(config or {})
@@ -107,8 +108,8 @@ def world() -> World:
 def shutdown(*, linger: bool = True) -> None:
     """Leave the world: say farewell, destroy the groups. Does nothing if there is none; `init` may follow.
 
-    Called by: every rank, at the end (it is also called when the interpreter exits). Doesn't wait for the others,
-    except a moment so that they read this rank's last words.
+    Called by: every rank, at the end (it is also called when the interpreter exits). Doesn't wait for the
+    others, except a moment so that they read this rank's last words.
     """
     global _state
     if _state is None or _state.process_id != os.getpid():
@@ -152,7 +153,7 @@ def _start(resolved: Resolved) -> None:
         raise
     log.configure(config.log_level, world.rank)
     failure.install(world.board)
-    world.board.start(found.store)
+    world.board.start(found.bulletin, store_rank=found.store_rank)
     _state = _State(world, resolved, found, os.getpid())
     if not _atexit_registered:
         _atexit_registered = True
@@ -241,7 +242,7 @@ _view = _View()
 
 
 class _Switch:
-    """Context manager that sets the view of this thread and puts the former one back. May be entered again."""
+    """Context manager that sets the view of this thread and puts the former one back. May be nested."""
 
     __slots__ = ("_before", "_is_script")
 
@@ -262,7 +263,7 @@ class _Switch:
 def script_view() -> _Switch:
     """While entered, this thread's rank functions answer for pipeline rank 0 of its pp group.
 
-    Every rank of a pp group runs the same script code; `if smp.rank() == 0:` must not send them different ways.
+    Every rank of a pp group runs the same script code; `if smp.rank() == 0:` must not send them apart.
     """
     return _Switch(True)
 

@@ -45,8 +45,8 @@ def choose_device(
         raise ConfigError(
             f"this host runs {local_size} processes but has {num_devices} CUDA device(s); "
             f"local rank {local_rank} has none",
-            remedy=f"start at most {num_devices} processes per host, set CUDA_VISIBLE_DEVICES= to compute on the CPU, "
-            f"or set {SHARE_DEVICE}=1 to let ranks share a device (slow, for tests)",
+            remedy=f"start at most {num_devices} processes per host, set CUDA_VISIBLE_DEVICES= to compute on "
+            f"the CPU, or set {SHARE_DEVICE}=1 to let ranks share a device (slow, for tests)",
         )
     device = torch.device("cuda", local_rank % num_devices)
     use_nccl = not shared and dist_backend != "gloo" and dist.is_nccl_available()

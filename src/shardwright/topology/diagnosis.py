@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from shardwright.topology.bulletin import Bulletin, Sign
+from shardwright.topology.bulletin import Bulletin, Sign, StoreGoneError
 
 LOST_REMEDY = (
     "look for 'Killed', an out-of-memory line or a signal in that rank's log and in its host's system log"
 )
 
 _LISTEN_S = 1.3
-"""More than two intervals of the watcher: a rank without a new sign in this time doesn't live or is frozen."""
+"""More than two intervals of the watcher: a rank without a new sign by then doesn't live, or is frozen."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def listen(bulletin: Bulletin, ranks: Sequence[int]) -> dict[int, Heard]:
             pending = {rank for sign in found.values() for rank in sign.waits_for} - first.keys()
         time.sleep(_LISTEN_S)
         again = bulletin.signs(sorted(first))
-    except RuntimeError:
+    except StoreGoneError:
         return {}
     return {rank: Heard(again[rank], again[rank].count > sign.count) for rank, sign in first.items()}
 

@@ -2,12 +2,13 @@
 
 A rank that raises reports it to the rendezvous store; a watcher thread on every rank (`topology.watch`) reads
 it, cuts this process's connections so that no wait outlives the job, and the reason is raised here as a
-`RemoteRankError` that names the rank, the module and the microbatch. A rank that goes without a word is noticed
-by its closing connections (`LostRankError`); one that stops answering by a bounded wait that runs out
+`RemoteRankError` that names the rank, the module and the microbatch. A rank that goes without a word is
+noticed by its closing connections (`LostRankError`); one that stops answering by a bounded wait that runs out
 (`CommunicationTimeout`), which says what the missing rank did last.
 
-In order: `start` (by `context.init`), then any number of `waiting`/`raise_if_failed`/`wrap_comm_error` by transport and
-`report` by whoever lets an exception out of the library, then `stop` (by `context.shutdown`).
+In order: `start` (by `context.init`); then any number of `raise_if_failed`, `waiting`, `answered` and
+`wrap_comm_error` by transport, and `report` by whoever lets an exception out of the library; then `stop` (by
+`context.shutdown`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-
-import torch.distributed as dist
 
 from shardwright.errors import CommunicationTimeout, LostRankError, RemoteRankError, ShardwrightError
 from shardwright.log import get_logger
@@ -71,17 +71,18 @@ class FailureBoard:
         self._bulletin: Bulletin | None = None
         self._watcher: Watcher | None = None
         self._answered = False
+        self._bound_s: float | None = None
         self._waiting: tuple[str, Sequence[int], float] | None = None
         self._last: tuple[str, float] = ("smp.init", time.monotonic())
 
     # -- life --------------------------------------------------------------------------------------------
 
-    def start(self, store: dist.Store) -> None:
-        """Begin to watch. store: reached by all ranks, and used by nothing else at the same time."""
+    def start(self, bulletin: Bulletin, *, store_rank: int | None = None) -> None:
+        """Begin to watch. store_rank: the rank whose process serves the bulletin's store, if one does."""
         if self.size == 1:
             return
-        self._bulletin = Bulletin(store)
-        self._watcher = Watcher(self, self._bulletin)
+        self._bulletin = bulletin
+        self._watcher = Watcher(self, bulletin, store_rank)
         self._watcher.start()
 
     def stop(self, *, linger: bool = True) -> None:
@@ -96,8 +97,19 @@ class FailureBoard:
     @property
     def patience(self) -> timedelta:
         """The bound of the next wait."""
-        seconds = self.timeout_s if self._answered else self.startup_timeout_s
-        return timedelta(seconds=seconds)
+        if self._bound_s is not None:
+            return timedelta(seconds=self._bound_s)
+        return timedelta(seconds=self.timeout_s if self._answered else self.startup_timeout_s)
+
+    @contextmanager
+    def bounded(self, timeout_s: float | None) -> Iterator[None]:
+        """Inside, waits are bounded by `timeout_s` instead; None changes nothing."""
+        before = self._bound_s
+        self._bound_s = before if timeout_s is None else timeout_s
+        try:
+            yield
+        finally:
+            self._bound_s = before
 
     def waiting(self, doing: str, ranks: Sequence[int]) -> None:
         """Note that this process now waits for `ranks`; `answered` or `wrap_comm_error` ends that."""
@@ -163,7 +175,7 @@ class FailureBoard:
         error: what torch raised.   ranks: whom this process talked to.   doing: the call, in words; both are
         those of the last `waiting` if not given.   where: microbatch, module, whatever is known.
         Returns: RemoteRankError or LostRankError if the board knows what happened, within 3 s;
-        CommunicationTimeout for a wait that ran out; `error` itself if it has nothing to do with communication.
+        CommunicationTimeout for a wait that ran out; `error` itself if it isn't one of communication.
         """
         waiting = self._waiting
         if waiting is not None:
@@ -201,7 +213,7 @@ class FailureBoard:
         where = ", ".join(
             part
             for part in (
-                self.describe(event.rank),
+                None if event.rank is None else self.describe(event.rank),
                 None if event.microbatch is None else f"microbatch {event.microbatch}",
                 None if event.module is None else f"module '{event.module}'",
             )
@@ -240,7 +252,7 @@ class FailureBoard:
         return self.describe(self.rank) + (f", {where}" if where else "")
 
     def _post(self, event: Event) -> None:
-        """Tell the others, then cut the connections: who waits for this rank will look for the reason at once."""
+        """Tell the others, then cut the connections: who waits for this rank looks for the reason at once."""
         self.failure = event
         if self._bulletin is None:
             return

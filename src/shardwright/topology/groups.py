@@ -34,6 +34,7 @@ class Groups:
         self._process_groups = dict(process_groups)
         self._channels = tuple(channels)
         self._device_type = device_type
+        self._num_calls: dict[Axis, int] = dict.fromkeys(AXES, 0)
         self.used = False
 
     def ranks(self, axis: Axis) -> tuple[int, ...]:
@@ -45,8 +46,13 @@ class Groups:
         self.used = True
         return self._process_groups[axis]
 
+    def count_call(self, axis: Axis) -> int:
+        """Count a collective on an axis; equal on all members as long as they make the same calls."""
+        self._num_calls[axis] += 1
+        return self._num_calls[axis]
+
     def channel_group(self, channel: int) -> dist.ProcessGroup:
-        """Return the communicator of this rank's pipeline that stands for a channel, where NCCL carries messages.
+        """Return the communicator of this rank's pipeline that NCCL uses for a channel.
 
         There is one for each of the configured `microbatches`; further channels take turns.
         """

@@ -34,7 +34,7 @@ def placement_letters(placement: str) -> str:
     letters = _NAMED_PLACEMENTS.get(placement.lower(), placement.upper())
     if sorted(letters) != ["D", "P", "T"]:
         raise ConfigError(
-            f"placement_strategy is {placement!r}, expected 'cluster', 'spread' or an order of the letters D, P and T",
+            f"'placement_strategy' is {placement!r}, expected 'cluster', 'spread' or an order of D, P and T",
             remedy="one of cluster, spread, DPT, DTP, PDT, PTD, TDP, TPD",
         )
     return letters

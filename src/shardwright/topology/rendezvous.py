@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwright.config.schema import Config
 from shardwright.errors import CommunicationTimeout
+from shardwright.topology.bulletin import Bulletin
 from shardwright.topology.devices import DeviceChoice, choose_device
 from shardwright.topology.environment import ProcessEnvironment, detect
 from shardwright.topology.sockets import ConnectionRecord
@@ -27,7 +28,8 @@ _num_meetings = 0
 class Rendezvous:
     """The ranks have met.
 
-    store: for the failure board, used by nothing else.   world_group: all ranks.   local_ranks: of every rank.
+    local_ranks: of every rank.   world_group: all ranks.
+    bulletin: for the failure board.   store_rank: the rank whose process serves its store, None if no rank's.
     owns_default: whether torch's default group was made here.
     """
 
@@ -36,7 +38,8 @@ class Rendezvous:
     local_ranks: tuple[int, ...]
     local_size: int
     devices: DeviceChoice
-    store: dist.Store
+    bulletin: Bulletin
+    store_rank: int | None
     world_group: dist.ProcessGroup
     owns_default: bool
     connections: ConnectionRecord = field(default_factory=ConnectionRecord)
@@ -90,7 +93,10 @@ def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[i
 def _adopt(
     config: Config, environ: Mapping[str, str], check_world: Callable[[int], None], timeout: timedelta
 ) -> Rendezvous:
-    """Use the default group that the script has made. Our own world group stands beside it: its connections are known."""
+    """Use the default group that the script has made.
+
+    Our own world group stands beside it, since its connections must be known.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     check_world(size)
     here = _launcher_words(environ, rank, size)
@@ -118,13 +124,15 @@ def _finish(
         devices = choose_device(local_ranks[rank], local_size, environ, dist_backend=config.ddp_dist_backend)
     if devices.device.type == "cuda":
         torch.cuda.set_device(devices.device)
+    bulletin, store_rank = open_bulletin(store, rank, environ)
     return Rendezvous(
         rank=rank,
         size=size,
         local_ranks=local_ranks,
         local_size=local_size,
         devices=devices,
-        store=_own_connection(dist.PrefixStore("board", store)),
+        bulletin=bulletin,
+        store_rank=store_rank,
         world_group=group,
         owns_default=owns_default,
         connections=connections,
@@ -132,7 +140,7 @@ def _finish(
 
 
 def _store(here: ProcessEnvironment, timeout: timedelta) -> dist.Store:
-    """Return the store of this meeting. Every `init` of a process has a prefix of its own, equal on all ranks."""
+    """Return the store of this meeting. Every `init` has a prefix of its own, equal on all ranks."""
     if here.init_method is None:
         return dist.HashStore()
     base = _served.get(here.init_method)
@@ -142,12 +150,33 @@ def _store(here: ProcessEnvironment, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"shardwright/{_num_meetings}", base)
 
 
-def _own_connection(store: dist.Store) -> dist.Store:
-    """Return a client for the same store that doesn't wait behind others' blocking calls, where torch can."""
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store
+def open_bulletin(store: dist.Store, rank: int, environ: Mapping[str, str]) -> tuple[Bulletin, int | None]:
+    """Return the bulletin on a store, and the rank whose process serves that store, if one does.
+
+    It gets a connection of its own where torch can make one, so as not to wait behind others' blocking calls.
+    """
+    connection = ConnectionRecord()
+    own = dist.PrefixStore("board", store)
+    with connection.recording():
+        try:
+            own = own.clone()
+        except (AttributeError, RuntimeError, NotImplementedError):
+            pass
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, dist.TCPStore):
+        connection.close()
+        return Bulletin(own), None
+    by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = f":{base.port}"
+    lost = [False]
+
+    def is_gone() -> bool:
+        lost[0] = lost[0] or any(peer.endswith(server) for _, peer in connection.hung_up())
+        return lost[0]
+
+    return Bulletin(own, is_gone), None if by_launcher else 0
 
 
 def _early_choice(

@@ -1,9 +1,9 @@
-"""The TCP connections that group creation opens: whose they are, whether the other end is gone, and cutting them.
+"""The connections that group creation opens: whose they are, whether the other end is gone, cutting them.
 
 A blocked wait on gloo can't be cancelled: the only way to end it is to shut its connection down. So the
-connections that appear while groups are created are kept here, as duplicates of the file descriptors, so that a
-number which gloo has closed and the system given to another file is never touched. The duplicates also see the
-moment a peer process dies, whichever rank this process is waiting for.
+connections that appear while groups are created are kept here, as duplicates of the file descriptors: a
+number that gloo has closed, and the system has given to another file, is never touched. The duplicates also
+see the moment a peer process dies, whichever rank this process is waiting for.
 """
 
 from __future__ import annotations

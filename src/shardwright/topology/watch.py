@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardwright.errors import ShardwrightError
 from shardwright.log import get_logger
-from shardwright.topology.bulletin import Bulletin, Event
+from shardwright.topology.bulletin import Bulletin, Event, StoreGoneError
 from shardwright.topology.sockets import Route
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 POLL_S: Final = 0.5
+_REST_S: Final = 0.02
+"""Least time between two looks, however often somebody asks for one."""
 _DEATH_GRACE_S: Final = 1.0
 """How long after its connections closed a rank's own report or farewell may still arrive."""
 _INTERRUPT_AFTER_S: Final = 1.0
@@ -33,13 +35,19 @@ _PREFETCH_RANKS: Final = 128
 
 
 class Watcher:
-    """Polls for failures and closed connections; writes this rank's signs of life."""
+    """Polls for failures and closed connections; writes this rank's signs of life.
 
-    def __init__(self, board: FailureBoard, bulletin: Bulletin) -> None:
+    store_rank: the rank whose process serves the store, None if no rank's does. When it has left in good
+    order there is no more news, and the watcher looks away: an end must not be taken for a failure.
+    """
+
+    def __init__(self, board: FailureBoard, bulletin: Bulletin, store_rank: int | None) -> None:
         self.left: set[int] = set()
         self.own_event: int | None = None
         self._board = board
         self._bulletin = bulletin
+        self._store_rank = store_rank
+        self._blind = False
         self._count = 0
         self._gone: dict[Route, float] = {}
         self._routes: dict[int, list[Route]] = {}
@@ -59,7 +67,7 @@ class Watcher:
         self._thread.start()
 
     def look_now(self, wait_s: float, ranks: Sequence[int]) -> None:
-        """Return when a failure is known, or one of `ranks` has left, or after two fresh looks and `wait_s`."""
+        """Return when a failure is known, one of `ranks` has left, or after two fresh looks and `wait_s`."""
         deadline = time.monotonic() + wait_s
         with self._polled:
             target = self._num_polls + 2
@@ -67,7 +75,7 @@ class Watcher:
                 if self._num_polls >= target and time.monotonic() >= deadline:
                     return
                 self._wake.set()
-                self._polled.wait(0.05)
+                self._polled.wait(0.1)
 
     def stop(self, *, farewell: bool, linger_s: float) -> None:
         """End the thread. Leaves once the others have read this rank's last event, or `linger_s` is over.
@@ -75,10 +83,10 @@ class Watcher:
         They must read it before the store goes, which this process may serve, and before a launcher that
         sees this process fail stops them.
         """
-        if farewell:
+        if farewell and not self._blind:
             try:
                 self.own_event = self._bulletin.post(Event("left", self._board.rank, self._board.rank))
-            except RuntimeError:
+            except StoreGoneError:
                 self.own_event = None
         deadline = time.monotonic() + linger_s
         while self.own_event is not None and time.monotonic() < deadline and not self._all_have_seen():
@@ -94,6 +102,7 @@ class Watcher:
         while not self._stopping:
             self._wake.wait(POLL_S)
             self._wake.clear()
+            time.sleep(_REST_S)
             if not self._stopping:
                 try:
                     self._poll()
@@ -105,13 +114,17 @@ class Watcher:
                     self._polled.notify_all()
 
     def _poll(self) -> None:
+        if self._blind:
+            return
         now = time.monotonic()
-        for route in self._board.connections.hung_up():
-            self._gone[route] = now
+        hung_up = self._board.connections.hung_up()
+        self._gone.update(dict.fromkeys(hung_up, now))
+        if hung_up:
+            time.sleep(_REST_S)  # if that process also served the store, its other connections close now
         try:
             self._exchange()
-            self._store_lost_at = None
-        except RuntimeError:
+            self._blind = self._store_rank in self.left
+        except StoreGoneError:
             if self._store_lost_at is None:
                 self._store_lost_at = now
         if self._board.failure is None:
@@ -120,7 +133,7 @@ class Watcher:
     def _exchange(self) -> None:
         for event in self._bulletin.new_events():
             if event.kind == "left":
-                self.left.add(event.rank)
+                self.left.add(event.reporter)
             elif event.reporter != self._board.rank and self._board.fail(event):
                 self._break()
         self._count += 1
@@ -134,20 +147,18 @@ class Watcher:
             del self._gone[route]
             rank = self._rank_behind(route)
             if rank is not None and rank not in self.left:
-                self._declare_lost(rank, "its connections closed")
+                self._declare_lost(rank, f"rank {rank} went away without a word: its connections closed")
                 return
-        if (
-            self._store_lost_at is not None
-            and now - self._store_lost_at >= _DEATH_GRACE_S
-            and 0 not in self.left
-        ):
-            self._declare_lost(0, "the rendezvous store, which it or the launcher serves, is gone")
+        if self._store_lost_at is not None and now - self._store_lost_at >= _DEATH_GRACE_S:
+            who = "the launcher" if self._store_rank is None else f"rank {self._store_rank}"
+            what = f"{who} went away without a word: the rendezvous store that it serves is gone"
+            self._declare_lost(self._store_rank, what)
 
-    def _declare_lost(self, rank: int, sign: str) -> None:
-        event = Event("lost", rank, self._board.rank, f"rank {rank} went away without a word: {sign}")
+    def _declare_lost(self, rank: int | None, reason: str) -> None:
+        event = Event("lost", rank, self._board.rank, reason)
         try:
             self._bulletin.post(event)
-        except RuntimeError:
+        except StoreGoneError:
             pass  # the others see the same
         if self._board.fail(event):
             self._break()
@@ -161,10 +172,10 @@ class Watcher:
 
     def _peer_routes(self, rank: int) -> list[Route]:
         routes = self._routes.get(rank)
-        if not routes and self._store_lost_at is None:
+        if not routes:
             try:
                 routes = self._routes[rank] = self._bulletin.routes(rank)
-            except RuntimeError:
+            except StoreGoneError:
                 pass
         return routes or []
 
@@ -172,7 +183,7 @@ class Watcher:
         try:
             waits_for = set(range(self._board.size)) - {self._board.rank} - self.left
             signs = self._bulletin.signs(waits_for)
-        except RuntimeError:
+        except StoreGoneError:
             return True
         return all(signs[rank].seen >= (self.own_event or 0) for rank in waits_for if rank in signs)
 
@@ -197,7 +208,8 @@ class Watcher:
         if since_s >= _INTERRUPT_AFTER_S + _GIVE_UP_AFTER_S:
             error = self._board.error_of(self._board.failure)
             print(
-                f"[rank {self._board.rank}] ends here, because it can't be interrupted: {type(error).__name__}: {error}",
+                f"[rank {self._board.rank}] ends here, for it can't be interrupted: "
+                f"{type(error).__name__}: {error}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -205,7 +217,7 @@ class Watcher:
 
 
 def _prepared(board: FailureBoard, event: Event) -> type[ShardwrightError]:
-    """Return a class whose instances, made without arguments, are the error: all that CPython can raise elsewhere."""
+    """Return a class whose instances are the error: CPython can raise only a class in another thread."""
     noticed = board.noticed
     kind = type(board.error_of(event))
     board.noticed = noticed  # the program will have noticed when the instance is made

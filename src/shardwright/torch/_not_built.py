@@ -73,7 +73,6 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "saving when the scheduler sends a signal is missing": ("save_on_signal",),
     "averaging gradients on request is missing; 'ddp': true averages them in the step": (
-        "hvd_average_grads",
     ),
     "dumping and comparing models for debugging is missing": (
         "debugging.dump_model",

@@ -4,3 +4,7 @@ The attribute `smp.step` is the decorator; this module is only reached by its fu
 """
 
 from __future__ import annotations
+
+from shardwright.pipeline.outputs import StepOutput
+
+__all__ = ["StepOutput"]

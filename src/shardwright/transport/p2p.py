@@ -1,9 +1,10 @@
 """Tensors of a known spec from rank to rank, in a known order.
 
-Messages between two ranks on one channel arrive in the order in which they were sent; channels don't wait for each
-other. A channel is a tag on gloo; NCCL has no tags, so there each channel is a communicator of its own, made for all
-`microbatches` at `init` and connected when a pair first uses it. A send is complete when its receive was posted:
-gloo keeps no copies. On gloo a receive can't be asked whether it is complete: wait, in a known order.
+Messages between two ranks on one channel arrive in the order in which they were sent; channels don't wait for
+each other. A channel is a tag on gloo. NCCL has no tags: there each channel is a communicator of its own,
+named at `init` for all `microbatches` and connected when a pair first uses it. A send is complete when its
+receive is posted, for gloo keeps no copies. A receive on gloo can't be asked whether it is complete: wait, in
+a known order.
 
 Only memory travels: a tensor that fills its memory densely keeps its strides; any other arrives contiguous.
 """
@@ -12,25 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.errors import ShapeError, UsageError
 from shardwright.topology import context
 from shardwright.topology.failure import FailureBoard
 
-_P2P_TAGS = 1 << 20
+FIRST_CHANNEL_TAG: Final = 1 << 16
 """Tags from here on are channels of `isend`; lower ones belong to `transport.objects`."""
 
 
 class HasSpec(Protocol):
-    """What `irecv` must know of a tensor. A tensor has it too, but is received into."""
+    """What `irecv` must know of a tensor, besides optional `strides`. A tensor is received into."""
 
     @property
     def shape(self) -> Sequence[int]: ...
+
     @property
     def dtype(self) -> torch.dtype: ...
 
@@ -39,7 +41,7 @@ class HasSpec(Protocol):
 class TensorSpec:
     """The form in which a tensor travels.
 
-    strides: of the tensor if its memory is dense, else those of a contiguous one (`of` sees to that).
+    strides: those of the tensor if it is dense, else of a contiguous one (`of` sees to that).
     """
 
     shape: tuple[int, ...]
@@ -54,38 +56,28 @@ class TensorSpec:
 
 def is_dense(tensor: Tensor) -> bool:
     """True if the elements fill one piece of memory without gaps or overlap, in whatever order."""
-    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def travelling_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides that a tensor has on arrival."""
     if is_dense(tensor):
         return tuple(tensor.stride())
-    return contiguous_strides(tensor.shape)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(int(size), 1)
-    return tuple(reversed(strides))
+    return tuple(torch.empty(tensor.shape, device="meta").stride())
 
 
 class Sent:
-    """A message under way. Keep it, or hand it to `reap`, until it is waited for: it holds the tensor's memory."""
+    """A message under way. It holds the tensor's memory: keep it until it is waited for."""
 
-    __slots__ = ("_board", "_channel", "_dst", "_memory", "_work")
+    __slots__ = ("_board", "_doing", "_dst", "_memory", "_work")
 
     def __init__(
-        self, work: dist.Work | None, memory: Tensor | None, dst: int, channel: int, board: FailureBoard
-    ):
+        self, work: dist.Work | None, memory: Tensor, dst: int, doing: str, board: FailureBoard
+    ) -> None:
         self._work = work
-        self._memory = memory
+        self._memory: Tensor | None = memory
         self._dst = dst
-        self._channel = channel
+        self._doing = doing
         self._board = board
 
     def wait(self) -> None:
@@ -95,36 +87,31 @@ class Sent:
         """
         work, self._work = self._work, None
         if work is not None:
-            _wait(work, self._board, "send", self._channel, self._dst)
+            wait_for(work, self._board, self._doing, (self._dst,))
         self._memory = None
-
-    @property
-    def done(self) -> bool:
-        """True if `wait` would return at once."""
-        return self._work is None or self._work.is_completed()
 
 
 class Received:
     """A message to come."""
 
-    __slots__ = ("_board", "_channel", "_memory", "_src", "_staged", "_tensor", "_work")
+    __slots__ = ("_board", "_doing", "_memory", "_src", "_staged", "_tensor", "_work")
 
     def __init__(
         self,
         work: dist.Work | None,
         tensor: Tensor,
-        memory: Tensor | None,
+        memory: Tensor,
         staged: Tensor | None,
         src: int,
-        channel: int,
+        doing: str,
         board: FailureBoard,
-    ):
+    ) -> None:
         self._work = work
         self._tensor = tensor
         self._memory = memory
         self._staged = staged
         self._src = src
-        self._channel = channel
+        self._doing = doing
         self._board = board
 
     def wait(self) -> Tensor:
@@ -134,67 +121,118 @@ class Received:
         """
         work, self._work = self._work, None
         if work is not None:
-            _wait(work, self._board, "receive", self._channel, self._src)
-            if self._staged is not None and self._memory is not None:
+            wait_for(work, self._board, self._doing, (self._src,))
+            if self._staged is not None:
                 self._memory.copy_(self._staged)
-            self._staged = self._memory = None
+                self._staged = None
         return self._tensor
 
 
 def isend(tensor: Tensor, dst: int, channel: int) -> Sent:
     """Begin to send a tensor; don't write to it before `wait`.
 
-    Called by: one rank, which pairs with `irecv` on `dst` (a global rank) with the same channel.
+    Called by: one rank; pairs with `irecv` on `dst` (a global rank) on the same channel.
     """
     here = context.world()
-    here.board.raise_if_failed()
     memory = _memory_of(tensor)
-    if memory.numel() == 0:
-        return Sent(None, None, dst, channel, here.board)  # the receiver knows the size too
     if memory.is_cuda and not here.devices.has_nccl:
-        staged = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
-        memory = staged.copy_(memory)
-    try:
-        work = _group_for(here, memory, channel).send([memory], *_address(here, memory, dst, channel))
-    except RuntimeError as error:
-        raise here.board.wrap_comm_error(error, ranks=(dst,), doing=f"send, channel {channel}") from error
-    return Sent(work, memory, dst, channel, here.board)
+        memory = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
+    doing = f"send to rank {dst}, channel {channel}"
+    if memory.is_cuda:
+        group, peer, tag = _channel(here, dst, channel)
+        return post_send(here, memory, dst, tag, doing, group=group, peer=peer)
+    return post_send(here, memory, dst, FIRST_CHANNEL_TAG + channel, doing)
 
 
-def irecv(what: HasSpec, src: int, channel: int) -> Received:
+def irecv(what: HasSpec | Tensor, src: int, channel: int) -> Received:
     """Begin to receive a tensor.
 
-    Called by: one rank, which pairs with `isend` on `src` (a global rank) with the same channel.
+    Called by: one rank; pairs with `isend` on `src` (a global rank) on the same channel.
     what: a spec (shape, dtype, and strides if not contiguous), or a dense tensor to receive into.
     """
     here = context.world()
-    here.board.raise_if_failed()
     tensor = what if isinstance(what, Tensor) else _empty(what, here.device)
-    memory = _memory_of(tensor, to_fill=True)
-    if memory.numel() == 0:
-        return Received(None, tensor, None, None, src, channel, here.board)
-    target, staged = memory, None
-    if memory.is_cuda and not here.devices.has_nccl:
-        target = staged = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
-    try:
-        work = _group_for(here, target, channel).recv([target], *_address(here, target, src, channel))
-    except RuntimeError as error:
-        raise here.board.wrap_comm_error(error, ranks=(src,), doing=f"receive, channel {channel}") from error
-    return Received(work, tensor, memory, staged, src, channel, here.board)
+    if not is_dense(tensor):
+        raise ShapeError(
+            f"cannot receive into a tensor of strides {tuple(tensor.stride())}: it has gaps or overlaps",
+            remedy="receive into a contiguous tensor, then copy",
+        )
+    memory = _memory_of(tensor)
+    doing = f"receive from rank {src}, channel {channel}"
+    if memory.is_cuda and here.devices.has_nccl:
+        group, peer, tag = _channel(here, src, channel)
+        work = post_receive(here, memory, src, tag, doing, group=group, peer=peer)
+        return Received(work, tensor, memory, None, src, doing, here.board)
+    staged = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True) if memory.is_cuda else None
+    work = post_receive(here, memory if staged is None else staged, src, FIRST_CHANNEL_TAG + channel, doing)
+    return Received(work, tensor, memory, staged, src, doing, here.board)
 
 
 def reap(sent: list[Sent]) -> None:
     """Wait for messages in the order in which they were sent, and empty the list.
 
-    Called at points where their receivers must have posted their receives, such as the end of a step.
+    Called where their receivers must have posted their receives by the program's order, such as the end of
+    a step.
     """
     for message in sent:
         message.wait()
     sent.clear()
 
 
-def _wait(work: dist.Work, board: FailureBoard, verb: str, channel: int, rank: int) -> None:
-    board.waiting(f"{verb}, channel {channel}, {'to' if verb == 'send' else 'from'} rank {rank}", (rank,))
+# -- shared with `transport.objects` ---------------------------------------------------------------------
+
+
+def post_send(
+    here: context.World,
+    memory: Tensor,
+    dst: int,
+    tag: int,
+    doing: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    peer: int | None = None,
+) -> Sent:
+    """Begin to send flat memory under a tag; over the world's group unless another is given.
+
+    peer: the receiver's rank inside that group.   An empty message isn't sent: both ends know its size.
+    """
+    _check_peer(here, dst)
+    here.board.raise_if_failed()
+    work = None
+    if memory.numel():
+        over = group or here.groups.process_group("world")
+        try:
+            work = over.send([memory], dst if peer is None else peer, tag)
+        except RuntimeError as error:
+            raise here.board.wrap_comm_error(error, ranks=(dst,), doing=doing) from error
+    return Sent(work, memory, dst, doing, here.board)
+
+
+def post_receive(
+    here: context.World,
+    memory: Tensor,
+    src: int,
+    tag: int,
+    doing: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    peer: int | None = None,
+) -> dist.Work | None:
+    """Begin to receive flat memory under a tag; see `post_send`."""
+    _check_peer(here, src)
+    here.board.raise_if_failed()
+    if not memory.numel():
+        return None
+    over = group or here.groups.process_group("world")
+    try:
+        return over.recv([memory], src if peer is None else peer, tag)
+    except RuntimeError as error:
+        raise here.board.wrap_comm_error(error, ranks=(src,), doing=doing) from error
+
+
+def wait_for(work: dist.Work, board: FailureBoard, doing: str, ranks: Sequence[int]) -> None:
+    """Wait for a message or collective, no longer than `timeout_s`; errors say which ranks did what."""
+    board.waiting(doing, ranks)
     try:
         work.wait(board.patience)
     except RuntimeError as error:
@@ -202,36 +240,31 @@ def _wait(work: dist.Work, board: FailureBoard, verb: str, channel: int, rank: i
     board.answered()
 
 
-def _memory_of(tensor: Tensor, *, to_fill: bool = False) -> Tensor:
+def _channel(here: context.World, rank: int, channel: int) -> tuple[dist.ProcessGroup, int, int]:
+    """Return the communicator of a channel, the rank's place in it, and the (unused) tag."""
+    return here.groups.channel_group(channel), here.groups.ranks("pp").index(rank), 0
+
+
+def _check_peer(here: context.World, rank: int) -> None:
+    if rank == here.rank or not 0 <= rank < here.size:
+        raise UsageError(
+            f"rank {here.rank} can't exchange a message with rank {rank} in a world of {here.size}",
+            where=here.describe(),
+        )
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
     """Return a flat view of a dense tensor's memory, or a flat copy of another's elements."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1)
     if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
-    if to_fill:
-        raise ValueError(
-            f"cannot receive into a tensor with gaps or overlap: strides {tuple(tensor.stride())}"
-        )
     return tensor.contiguous().view(-1)
 
 
 def _empty(spec: HasSpec, device: torch.device) -> Tensor:
-    shape = tuple(int(size) for size in spec.shape)
-    strides: Any = getattr(spec, "strides", None)
+    strides: Sequence[int] | None = getattr(spec, "strides", None)
     if strides is None:
-        return torch.empty(shape, dtype=spec.dtype, device=device)
-    return torch.empty_strided(shape, tuple(strides), dtype=spec.dtype, device=device)
-
-
-def _group_for(here: context.World, memory: Tensor, channel: int) -> dist.ProcessGroup:
-    if memory.is_cuda:
-        return here.groups.channel_group(channel)
-    return here.groups.process_group("world")
-
-
-def _address(here: context.World, memory: Tensor, rank: int, channel: int) -> tuple[int, int]:
-    """Return the peer's rank inside the group that carries the message, and the tag."""
-    if memory.is_cuda:
-        return here.groups.ranks("pp").index(rank), 0
-    return rank, _P2P_TAGS + channel
+        return torch.empty(tuple(spec.shape), dtype=spec.dtype, device=device)
+    return torch.empty_strided(tuple(spec.shape), tuple(strides), dtype=spec.dtype, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.data_parallel.buckets import TensorInfo, dense_strides, flat_memory, is_dense, plan_buckets
@@ -25,6 +25,7 @@ infos = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(infos, st.integers(1, 400), st.one_of(st.none(), st.integers(1, 50)), st.booleans())
 def test_every_tensor_lies_in_exactly_one_place(
     tensors: list[TensorInfo], cap: int, first: int | None, reverse: bool
@@ -47,6 +48,7 @@ def test_every_tensor_lies_in_exactly_one_place(
         assert bucket.num_elements == end
 
 
+@settings(deadline=None)
 @given(infos, st.integers(1, 400))
 def test_buckets_fill_up_in_order(tensors: list[TensorInfo], cap: int) -> None:
     """If gradients become ready from last to first, each bucket is full before the one after it."""
@@ -86,6 +88,7 @@ def test_views_of_a_part_of_a_larger_buffer() -> None:
     assert bucket.slots[1].view_of(part).tolist() == [7, 8]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=4), st.randoms())
 def test_dense_strides_match_torch(shape: list[int], random: object) -> None:
     order = list(range(len(shape)))

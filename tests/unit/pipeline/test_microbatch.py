@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import ShapeError, UsageError
@@ -283,6 +283,7 @@ def test_uneven_split_for_forward_only_steps() -> None:
         split("m", rows(7), n=3, uneven=True, flag=rows(1))
 
 
+@settings(deadline=None)
 @given(size=st.integers(0, 40), n=st.integers(1, 9), dims=st.integers(1, 3), data=st.data())
 def test_splitting_then_joining_is_identity(size: int, n: int, dims: int, data: st.DataObject) -> None:
     axis = data.draw(st.integers(-dims, dims - 1))

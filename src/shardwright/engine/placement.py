@@ -1,0 +1,102 @@
+"""Carrying out a partition on one rank: what it keeps, what it lets go of, and what glue must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwright.partition.plan import PartitionPlan
+from shardwright.pipeline.runtime import Runtime
+from shardwright.pipeline.unit import units_of
+from shardwright.topology import context
+from shardwright.transport import p2p
+
+
+class PipelineWire:
+    """The pipeline group's messages over `transport.p2p`; ranks are pp ranks of this process's group."""
+
+    def __init__(self) -> None:
+        self._ranks = context.world().groups.ranks("pp")
+
+    def send(self, tensor: torch.Tensor, to: int, channel: int) -> p2p.Sent:
+        return p2p.isend(tensor, self._ranks[to], channel)
+
+    def receive(self, buffer: torch.Tensor, source: int, channel: int) -> p2p.Received:
+        return p2p.irecv(buffer, self._ranks[source], channel)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter or buffer of the plain model: its name, where it hangs, and the stages that hold it.
+
+    owner: the stage whose value counts.   stages: all that keep it (more than one for replicated ties).
+    """
+
+    name: str
+    tensor: torch.Tensor
+    home: tuple[nn.Module, str]
+    owner: int
+    stages: tuple[int, ...]
+    is_buffer: bool
+    persistent: bool
+
+
+def placed_tensors(model: nn.Module, plan: PartitionPlan) -> Iterator[Placed]:
+    """Every parameter and buffer once, in the model's order, with the stages that hold it."""
+    stage_of_module = {id(m): plan.stage_of[name] for name, m in model.named_modules()}
+    copies = {tied.name: tied for tied in plan.replicas}
+    stages: dict[int, list[int]] = {}
+    for _, module in model.named_modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                stages.setdefault(id(tensor), []).append(stage_of_module[id(module)])
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for is_buffer, members in ((False, module._parameters), (True, module._buffers)):
+            for key, tensor in members.items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                name = f"{prefix}.{key}" if prefix else key
+                holders = stages[id(tensor)]
+                owner = copies[name].owner if name in copies else holders[0]
+                persistent = not is_buffer or key not in module._non_persistent_buffers_set
+                yield Placed(
+                    name, tensor, (module, key), owner, tuple(dict.fromkeys(holders)), is_buffer, persistent
+                )
+
+
+def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Placed]:
+    """Keep this rank's part on its device, let go of the rest, and put borders around the units.
+
+    Parameters keep their identity (their `.data` is exchanged), so optimizers built before stay right. What another
+    stage holds becomes a placeholder on the CPU: right shape and dtype, memory of one element, not a number.
+    """
+    table = list(placed_tensors(model, plan))
+    for entry in table:
+        if runtime.rank in entry.stages:
+            entry.tensor.data = entry.tensor.data.to(runtime.device)
+        else:
+            entry.tensor.data = placeholder(entry.tensor)
+        runtime.register(entry.name, entry.tensor, entry.owner, entry.home if entry.is_buffer else None)
+    for unit in units_of(runtime, model, plan.stage_of):
+        unit.install()
+    _estimate_costs(runtime, plan)
+    return table
+
+
+def placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """A stand-in for a tensor held by another stage."""
+    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((1,), fill, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _estimate_costs(runtime: Runtime, plan: PartitionPlan) -> None:
+    """Spread each stage's traced work over its units by parameters: all the schedule needs to know."""
+    sizes = {u.name: 1 + sum(p.numel() for p in u.parameters) for u in runtime.units}
+    for unit in runtime.units:
+        stage = plan.stages[unit.owner]
+        runtime.cost_s[unit.name] = stage.work / 3 * sizes[unit.name] / max(1, stage.num_parameters)

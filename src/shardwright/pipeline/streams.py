@@ -1,0 +1,88 @@
+"""Random streams of microbatches: each has its own, equal on all ranks of the pipeline group.
+
+Glue may draw from Python's, NumPy's and torch's generators; since microbatches take turns in an order that differs
+between ranks, each takes its streams along. Units and placed ops run on streams derived from
+(seed, microbatch, call), see `topology.rng.forked`; plain torch ops need torch's generators only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright.topology import rng
+
+
+class torch_forked:  # noqa: N801 - reads as a statement: `with torch_forked(seed):`
+    """Run a block on torch streams derived from `seed`; Python's and NumPy's are not touched (about 3 us)."""
+
+    __slots__ = ("_cuda", "_cuda_state", "_seed", "_state")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        generator = torch.default_generator
+        self._state = generator.get_state()
+        generator.manual_seed(self._seed)
+        self._cuda = _cuda_generator()
+        if self._cuda is not None:
+            self._cuda_state = self._cuda.get_state()
+            self._cuda.manual_seed(self._seed)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.default_generator.set_state(self._state)
+        if self._cuda is not None:
+            self._cuda.set_state(self._cuda_state)
+
+
+class Streams:
+    """The generators of one microbatch's glue, and the process-wide settings that its code may have changed.
+
+    In order: `begin` when the microbatch starts, then `leave` and `enter` around every wait.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: rng.RngState | None = None
+        self._settings: tuple[Any, ...] = ()
+
+    def begin(self) -> None:
+        rng.seed_all(self._seed)
+
+    def leave(self) -> None:
+        self._state = rng.capture()
+        self._settings = _settings()
+
+    def enter(self) -> None:
+        assert self._state is not None
+        rng.restore(self._state)
+        if _settings() != self._settings:
+            _apply(self._settings)
+
+
+def _settings() -> tuple[Any, ...]:
+    cuda = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+def _apply(settings: tuple[Any, ...]) -> None:
+    cuda = torch.backends.cuda
+    torch.set_default_dtype(settings[0])
+    cuda.enable_flash_sdp(settings[1])
+    cuda.enable_mem_efficient_sdp(settings[2])
+    cuda.enable_math_sdp(settings[3])
+    cuda.enable_cudnn_sdp(settings[4])
+
+
+def _cuda_generator() -> torch.Generator | None:
+    if not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.default_generators[torch.cuda.current_device()]

@@ -1,0 +1,214 @@
+"""Collectives by axis: every member of the axis's group makes the same call in the same order.
+
+Each wait is bounded by `timeout_s`; its error names the members that are missing. An axis of one rank needs
+no communication. Where several ranks share a CUDA device, tensors pass through host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import ShapeError
+from shardwright.topology import context
+from shardwright.topology.ranks import Axis
+from shardwright.transport.p2p import wait_for
+
+Op = Literal["sum", "max", "min", "product"]
+
+_OPS: Final = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Pending:
+    """A collective under way. `wait` must be called, in the order of the calls."""
+
+    __slots__ = ("_doing", "_finish", "_here", "_ranks", "_work")
+
+    def __init__(
+        self,
+        work: dist.Work,
+        here: context.World,
+        doing: str,
+        ranks: Sequence[int],
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        self._work: dist.Work | None = work
+        self._here = here
+        self._doing = doing
+        self._ranks = ranks
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when the result is there (on CUDA: when the current stream would wait for it).
+
+        Raises: CommunicationTimeout after `timeout_s`, RemoteRankError, LostRankError.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            return
+        wait_for(work, self._here.board, self._doing, self._ranks)
+        if self._finish is not None:
+            self._finish()
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum", async_op: bool = False) -> Pending | None:
+    """Replace a tensor, on every rank of the group, by the sum (maximum, ...) of all ranks' tensors.
+
+    Returns: None, or with async_op what must be waited for before the tensor is read or written.
+    """
+    here = context.world()
+    if len(here.groups.ranks(axis)) == 1:
+        return None
+    carrier, finish = _carrier(here, tensor)
+    if carrier.is_complex():
+        carrier = torch.view_as_real(carrier)
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return _run(here, axis, "all_reduce", lambda group: group.allreduce([carrier], options), finish, async_op)
+
+
+def broadcast_tensor(
+    tensor: Tensor, axis: Axis, src_group_rank: int = 0, async_op: bool = False
+) -> Pending | None:
+    """Fill a tensor, on every rank of the group, with the one of `src_group_rank`. Any dtype.
+
+    Returns: None, or with async_op what must be waited for before the tensor is read or written.
+    """
+    here = context.world()
+    if len(here.groups.ranks(axis)) == 1 or tensor.numel() == 0:
+        return None
+    carrier, finish = _carrier(here, tensor)
+    bits = _bits(carrier)
+    options = dist.BroadcastOptions()
+    options.rootRank = src_group_rank
+    options.rootTensor = 0
+    return _run(here, axis, "broadcast", lambda group: group.broadcast([bits], options), finish, async_op)
+
+
+def all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
+    """Return the tensors of all ranks of the group, in rank order; all must be of equal shape and dtype."""
+    here = context.world()
+    ranks = here.groups.ranks(axis)
+    if len(ranks) == 1 or tensor.numel() == 0:
+        return [tensor.detach().clone() for _ in ranks]
+    source = _to_host(here, tensor.detach().contiguous())
+    results = [torch.empty_like(source) for _ in ranks]
+    _run(
+        here,
+        axis,
+        "all_gather",
+        lambda group: group.allgather([[_bits(result) for result in results]], [_bits(source)]),
+        None,
+        False,
+    )
+    return [result.to(tensor.device) for result in results]
+
+
+def reduce_scatter(tensor: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
+    """Return this rank's equal share of the sum (maximum, ...) of all ranks' flat tensors.
+
+    tensor: [n * k] for a group of n ranks.   Returns: [k].
+    Raises: ShapeError if it can't be shared equally.
+    """
+    here = context.world()
+    num_ranks = len(here.groups.ranks(axis))
+    if tensor.dim() != 1 or tensor.numel() % num_ranks:
+        raise ShapeError(
+            f"'tensor' is {list(tensor.shape)}, expected one dim, a multiple of {num_ranks} long"
+        )
+    if num_ranks == 1:
+        return tensor.detach().clone()
+    share = tensor.numel() // num_ranks
+    if not (tensor.is_cuda and here.devices.has_nccl):
+        # gloo itself reduces everything everywhere and drops the rest
+        total = tensor.detach().clone()
+        all_reduce(total, axis, op)
+        position = here.coordinates.position(axis)
+        return total[position * share : (position + 1) * share].clone()
+    source = tensor.detach().contiguous()
+    result = torch.empty(share, dtype=tensor.dtype, device=tensor.device)
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _OPS[op]
+    _run(
+        here,
+        axis,
+        "reduce_scatter",
+        lambda group: group._reduce_scatter_base(result, source, options),
+        None,
+        False,
+    )
+    return result
+
+
+def barrier(axis: Axis = "world", timeout_s: float | None = None) -> None:
+    """Return when every rank of the group has called it.
+
+    timeout_s: bound of this wait, if it isn't that of all waits.
+    Raises: CommunicationTimeout naming the ranks that have not come.
+    """
+    here = context.world()
+    if len(here.groups.ranks(axis)) == 1:
+        return
+    token = torch.zeros(1, dtype=torch.int32)
+    with here.board.bounded(timeout_s):
+        _run(
+            here,
+            axis,
+            "barrier",
+            lambda group: group.allreduce([token], dist.AllreduceOptions()),
+            None,
+            False,
+        )
+
+
+def _run(
+    here: context.World,
+    axis: Axis,
+    name: str,
+    start: Callable[[dist.ProcessGroup], dist.Work],
+    finish: Callable[[], object] | None,
+    async_op: bool,
+) -> Pending | None:
+    here.board.raise_if_failed()
+    ranks = here.groups.ranks(axis)
+    doing = f"{name} over {axis}, call {here.groups.count_call(axis)}"
+    try:
+        work = start(here.groups.process_group(axis))
+    except RuntimeError as error:
+        raise here.board.wrap_comm_error(error, ranks=ranks, doing=doing) from error
+    pending = Pending(work, here, doing, ranks, finish)
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+def _carrier(here: context.World, tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+    """Return a contiguous tensor that the backend can work on, and how its result gets back."""
+    target = tensor.detach()
+    carrier = _to_host(here, target.contiguous())
+    if carrier is target:
+        return carrier, None
+    if carrier.data_ptr() == target.data_ptr() and carrier.device == target.device:
+        return carrier, None
+    return carrier, lambda: target.copy_(carrier)
+
+
+def _to_host(here: context.World, tensor: Tensor) -> Tensor:
+    if tensor.is_cuda and not here.devices.has_nccl:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor: backends don't know every dtype, and needn't to move it."""
+    return tensor.view(-1).view(torch.uint8)

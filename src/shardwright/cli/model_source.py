@@ -39,8 +39,9 @@ class LoadedModel:
 def load_model(source: str, *, batch: int, seq: int | None) -> LoadedModel:
     """Build the model that `source` names.
 
-    source: a .py file, a config.json, or a folder with one. batch, seq: shape of the inputs of a transformers model.
-    A Python file's `model` and `example_inputs` are called on the meta device, or without it if that fails.
+    source: a .py file, a config.json, or a folder with one. batch, seq: shape of the inputs of a transformers
+    model. A Python file's `model` and `example_inputs` are called on the meta device, or without it if that
+    fails.
     Raises: UsageError that says what is missing.
     """
     path = Path(source)
@@ -91,7 +92,7 @@ def _from_script(path: Path) -> LoadedModel:
 
 
 def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tuple or list is positional arguments, a mapping is keyword arguments, anything else the only argument."""
+    """A tuple or list is positional arguments, a mapping keyword arguments, anything else one argument."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):
@@ -127,7 +128,7 @@ def _build(transformers: Any, config: Any, path: Path) -> nn.Module:
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if found is not None:
-            module: nn.Module = found(config)
+            module: nn.Module = found._from_config(config)  # as AutoModel does it: in the config's dtype
             return module
     for name in _AUTO_CLASSES:
         try:
@@ -160,6 +161,6 @@ def _inputs(module: Any, config: Any, batch: int, seq: int | None) -> dict[str, 
     inputs: dict[str, Any] = {main: tokens}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens.clone()
-    if "use_cache" in vars(config) or hasattr(config, "use_cache"):
+    if hasattr(config, "use_cache"):
         inputs["use_cache"] = False
     return inputs

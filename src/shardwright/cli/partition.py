@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -11,6 +11,8 @@ from shardwright.errors import UsageError
 
 if TYPE_CHECKING:
     from shardwright.partition.plan import PartitionPlan
+
+_Choice = TypeVar("_Choice", bound=str)
 
 
 def register(app: typer.Typer) -> None:
@@ -39,10 +41,14 @@ def plan(
     memory_weight: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Weight of memory against time, 0 to 1.")
     ] = None,
-    tied_weights: Annotated[str, typer.Option(help="'colocate' or 'replicate', as in the configuration.")] = "colocate",
+    tied_weights: Annotated[
+        str, typer.Option(help="'colocate' or 'replicate', as in the configuration.")
+    ] = "colocate",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan as JSON.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the stages.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the stages as PNG (needs the cairosvg package).")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the stages as PNG (needs the cairosvg package).")
+    ] = None,
 ) -> None:
     """Show how a model is cut over pipeline stages: bytes and FLOPs of each, and the bubble to expect."""
     from rich.console import Console
@@ -114,10 +120,11 @@ def _memory_weight(optimize: str, given: float | None) -> float:
     return MEMORY_WEIGHT[_one_of("optimize", optimize, tuple(MEMORY_WEIGHT))] if given is None else given
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise UsageError(f"--{name.replace('_', '-')} is '{value}', expected one of {', '.join(allowed)}")
-    return value
+def _one_of(name: str, value: str, allowed: tuple[_Choice, ...]) -> _Choice:
+    for choice in allowed:
+        if choice == value:
+            return choice
+    raise UsageError(f"--{name.replace('_', '-')} is '{value}', expected one of {', '.join(allowed)}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -138,7 +145,7 @@ def _check_png() -> None:
 
 
 def _write_png(path: Path, drawing: str) -> None:
-    import cairosvg
+    import cairosvg  # type: ignore[import-not-found, unused-ignore]
 
     try:
         cairosvg.svg2png(bytestring=drawing.encode(), write_to=str(path), scale=2.0)

@@ -1,7 +1,7 @@
 """Which stage owns which module.
 
-`tree` reads the modules, `trace` measures them, `cost` prices them, `assign` cuts (or `manual` obeys the script), and
-`plan` is the result. `build.make_plan` does all of it.
+`tree` reads the modules, `trace` measures them, `cost` prices them, `assign` cuts (or `manual` obeys the
+script), and `plan` is the result. `build.make_plan` does all of it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Two ways are tried and the better result is taken:
 
-- `linear`: the pieces of the whole model, in execution order, cut into consecutive stages so that the costliest is as
-  cheap as can be. A cut costs what crosses it, and a little for each module it tears, so that it falls between
-  blocks unless a cut inside one clearly pays.
+- `linear`: the pieces of the whole model, in execution order, cut into consecutive stages so that the
+  costliest is as cheap as can be. A cut costs what crosses it, and a little for each module it tears, so that
+  it falls between blocks unless a cut inside one clearly pays.
 - `descend`: the original's way, down the tree.
 
-Rules of the contract: every module has one stage, the root stage 0; joined modules share a stage; modules without
-parameters follow their parent; no stage is empty if there are enough modules. Pure and deterministic.
+Rules of the contract: every module has one stage, the root stage 0; joined modules share a stage; modules
+without parameters follow their parent; no stage is empty if there are enough modules. Pure and deterministic.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from shardwright.errors import PartitionError
 from shardwright.partition.cost import price
 from shardwright.partition.descend import descend
 from shardwright.partition.linear import cut
-from shardwright.partition.outline import Outline, Piece, outline, pieces
+from shardwright.partition.outline import DETOUR, Outline, Piece, outline, pieces
 from shardwright.partition.tree import ModuleTree
-
-DETOUR = 0.05
 
 
 def assign(
@@ -28,8 +26,9 @@ def assign(
 ) -> dict[str, int]:
     """Give every module of the tree a stage.
 
-    memory_weight: in [0, 1], how much memory counts against time. in_flight: microbatches whose activations a stage
-    keeps at once. join_ties: keep modules that share a parameter together (False: each stage keeps a copy).
+    memory_weight: in [0, 1], how much memory counts against time. in_flight: microbatches whose activations a
+    stage keeps at once. join_ties: keep modules that share a parameter together (False: each stage keeps a
+    copy).
     Returns: stage by module name, for every name. With fewer pieces than stages the last stages stay empty.
     Raises: PartitionError if num_stages or memory_weight is out of range.
     """
@@ -52,8 +51,8 @@ def assign(
 def bottleneck(out: Outline, found: list[Piece], stage_of: dict[str, int]) -> float:
     """Cost of the costliest stage.
 
-    Where execution changes from one stage to another, both pay the entry cost of the piece that follows. Every change of stage
-    beyond the unavoidable ones costs DETOUR of an ideal stage, for the whole pipeline waits for it.
+    Where execution changes from one stage to another, both pay the entry cost of the piece that follows.
+    Every change of stage beyond the unavoidable ones is a detour.
     """
     spent: dict[int, float] = {}
     last = stage_of[found[0].modules[-1]]

@@ -27,9 +27,10 @@ def make_plan(
 ) -> PartitionPlan:
     """Decide which stage owns which module.
 
-    args, kwargs: the inputs of one microbatch. config: auto_partition, default_partition, memory_weight, skip_tracing,
-    tied_weights, active_microbatches are read.
-    Called by: one rank; the engine sends the result to the others. Collectives: none. The model is left as it was.
+    args, kwargs: the inputs of one microbatch. config: auto_partition, default_partition, memory_weight,
+    skip_tracing, tied_weights, active_microbatches are read.
+    Called by: one rank; the engine sends the result to the others. Collectives: none. The model is left as it
+    was.
     Raises: PartitionError for an assignment by hand that can't be used.
     """
     tree = build_tree(module)
@@ -43,8 +44,8 @@ def make_plan(
     tree = tree.with_trace(trace(module, args, kwargs, how=how))
     if tree.trace.how == "none" and how != "none":
         _log.warning(
-            "the model's forward could not be traced, so the partition is made from module order and parameter "
-            "sizes: %s",
+            "the model's forward could not be traced, so the partition is made from module order and "
+            "parameter sizes: %s",
             tree.trace.reason,
         )
     in_flight = max(1, min(config.active_microbatches, pp))

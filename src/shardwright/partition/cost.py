@@ -6,17 +6,20 @@ With w = `memory_weight`, a module costs
 
 so that the whole model costs 1.
 
-memory   16 bytes per trainable parameter (weight, gradient and two moments in fp32; the same for 16-bit weights with
-         an fp32 master), its plain bytes if frozen, its buffers, and what autograd saves for the backward times the
-         microbatches in flight.
+memory   16 bytes per trainable parameter (weight, gradient and two moments in fp32; the same for 16-bit
+         weights with an fp32 master), its plain bytes if frozen, its buffers, and what autograd saves for the
+         backward times the microbatches in flight.
 compute  per operation max(FLOPs, FLOPS_PER_BYTE * bytes touched): a roofline, so that norms, activations and
          embeddings are not free. Times 3 for forward and backward (2 where the parameters are frozen), plus
-         GRADIENT_PASSES reads or writes of the bytes of each trainable parameter, once per microbatch.
+         the bytes of each trainable parameter's gradient, once per microbatch.
 
-Without a trace, compute is the number of parameters a module multiplies with; looking up costs LOOKUP of that.
+Without a trace, compute is the number of parameters a module multiplies with; looking up costs LOOKUP of
+that.
 
-FLOPS_PER_BYTE: a CPU core runs a matrix product at the pace of 6-7 FLOPs for each byte that a GELU or a norm touches
-(measured), a GPU at 50 and more. Blocks are alike, so an error moves the cut by a part of a block at most.
+FLOPS_PER_BYTE: a CPU core runs a matrix product at the pace of 6-7 FLOPs for each byte that a GELU or a norm
+touches (measured), a GPU at 50 and more. Blocks are alike, so an error moves the cut by a part of a block at
+most. On one CPU core (8 blocks of width 512, 256 tokens) the embedding takes 0.045, attention 0.36, head and
+loss 1.32 of a block's time; these rules say 0.047, 0.36 and 1.31.
 """
 
 from __future__ import annotations
@@ -27,13 +30,12 @@ from shardwright.partition.tree import ModuleNode, ModuleTree
 
 FLOPS_PER_BYTE = 10.0
 TRAINED_BYTES_PER_PARAMETER = 16
-GRADIENT_PASSES = 3
 LOOKUP = 0.05
 LOSS_PASSES = 2
 """Forward reads and writes of the model's output by a loss that the script applies itself."""
 CROSSING_FLOPS_PER_BYTE = 200.0
-"""What a byte that crosses costs, there and its gradient back: a core computes about 100 FLOPs while one byte moves
-between processes."""
+"""What a byte that crosses costs, there and its gradient back: a core computes about 100 FLOPs while one byte
+moves between processes."""
 
 
 def operation_work(flops: float, nbytes: float) -> float:
@@ -61,8 +63,8 @@ def price(
 ) -> Prices:
     """Price every module of the tree.
 
-    in_flight: microbatches whose activations a stage keeps at once. count_copies: a tied parameter costs memory at each
-    of its holders (they keep copies), not only at the first.
+    in_flight: microbatches whose activations a stage keeps at once. count_copies: a tied parameter costs
+    memory at each of its holders (they keep copies), not only at the first.
     """
     records = tree.trace.records
     memory: dict[str, float] = {}
@@ -97,7 +99,8 @@ def price(
 def execution_key(tree: ModuleTree) -> dict[str, tuple[int, int]]:
     """Sort key of each module that holds parameters and runs: (first call of it or below, place in the tree).
 
-    Modules that never run (themselves and all below) are left out if there is a trace; without one all count as run.
+    Modules that never run (themselves and all below) are left out if there is a trace; without one all count
+    as run.
     """
     records = tree.trace.records
     keys: dict[str, tuple[int, int]] = {}
@@ -132,13 +135,15 @@ def _parameter_memory(tree: ModuleTree, node: ModuleNode, count_copies: bool) ->
     for index in node.parameters:
         parameter = tree.parameters[index]
         if count_copies or parameter.holders[0] == node.name:
-            total += TRAINED_BYTES_PER_PARAMETER * parameter.numel if parameter.trainable else parameter.nbytes
+            total += (
+                TRAINED_BYTES_PER_PARAMETER * parameter.numel if parameter.trainable else parameter.nbytes
+            )
     return total
 
 
 def _gradient_work(tree: ModuleTree, node: ModuleNode) -> float:
     nbytes = sum(tree.parameters[i].nbytes for i in node.parameters if tree.parameters[i].trainable)
-    return GRADIENT_PASSES * FLOPS_PER_BYTE * nbytes
+    return FLOPS_PER_BYTE * nbytes
 
 
 def _untraced_work(tree: ModuleTree, node: ModuleNode) -> float:
@@ -153,5 +158,3 @@ def _passes(tree: ModuleTree, node: ModuleNode) -> int:
 
 def _part(value: float, total: float) -> float:
     return value / total if total else 0.0
-
-

@@ -1,9 +1,9 @@
 """Stages handed down the module tree: the algorithm of the original library.
 
-Breadth first, each module holds a range of stages and runs on the first. Its children, in execution order, are cut into
-consecutive segments; the stages of the range go to segments by the D'Hondt method; a segment with several stages is
-divided again. A segment never gets more stages than it has pieces, so that a large embedding can't hold stages it
-can't use.
+Breadth first, each module holds a range of stages and runs on the first. Its children, in execution order,
+are cut into consecutive segments; the stages of the range go to segments by the D'Hondt method; a segment
+with several stages is divided again. A segment never gets more stages than it has pieces, so that a large
+embedding can't hold stages it can't use.
 
 Source: Karakus et al. 2021, arXiv:2111.05972, as restated in semantics 1.3.
 """
@@ -56,7 +56,7 @@ def _share(
 
 
 def _dhondt(votes: list[float], caps: list[int], num_seats: int) -> list[int]:
-    """Give seats one by one to the largest votes / (seats + 1), never beyond a cap; of equals, the earlier."""
+    """Give seats one by one to the largest votes / (seats + 1) below its cap; of equals, the earlier."""
     seats = [0] * len(votes)
     for _ in range(min(num_seats, sum(caps))):
         open_to = [index for index in range(len(votes)) if seats[index] < caps[index]]

@@ -6,20 +6,24 @@ import numpy as np
 import numpy.typing as npt
 
 SLACK = 0.005
-"""The longest segment may be this much longer than it must be, where that makes cheaper cuts or evener segments."""
+"""The costliest segment may cost this much more than it must, for cheaper cuts or more even segments."""
 EVENNESS = 0.1
+"""Weight of the squared segment costs beside the entry costs."""
 _NOISE = 1e-12
 
 Row = npt.NDArray[np.float64]
 
 
-def cut(costs: list[float], entry_costs: list[float], num_segments: int, *, max_places: int = 1024) -> list[int]:
+def cut(
+    costs: list[float], entry_costs: list[float], num_segments: int, *, max_places: int = 1024
+) -> list[int]:
     """Return where each segment begins (the first is 0), so that the costliest segment is as cheap as can be.
 
-    A cut costs the entry cost of the item after it, on both sides: a segment costs the sum of its items and of the cuts
-    at its ends. Among cuts within SLACK of the optimum, the one with the least sum of entry costs and of squared segment costs wins; then the one
-    with the later cuts. Exactly `num_segments` segments, none empty; fewer only if there are fewer items.
-    More than `max_places` places to cut are thinned out to the cheapest of each neighbourhood.
+    A cut costs the entry cost of the item after it, on both sides: a segment costs the sum of its items and
+    of the cuts at its ends. Among cuts within SLACK of the optimum, the one with the least sum of entry costs
+    and of squared segment costs wins; then the one with the later cuts. Exactly `num_segments` segments, none
+    empty; fewer only if there are fewer items. More than `max_places` places to cut are thinned out to the
+    cheapest of each neighbourhood.
     """
     num_segments = min(num_segments, len(costs))
     if num_segments <= 1:

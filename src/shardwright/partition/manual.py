@@ -1,7 +1,7 @@
 """Stages by hand: `with partition(i):` around the creation of modules, `set_partition` on existing ones.
 
-Importing this file wraps `nn.Module.__init__` and `__setstate__` (for modules that come to be by copying), so that a
-module created inside a context remembers its stage. Outside of contexts the wrappers do nothing.
+Importing this file wraps `nn.Module.__init__` and `__setstate__` (for modules that come to be by copying), so
+that a module created inside a context remembers its stage. Outside of contexts the wrappers do nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def partition(stage: int) -> Iterator[None]:
 def set_partition(module: nn.Module, stage: int) -> None:
     """Put a module, and all below it without an assignment of their own, on pipeline stage `stage`.
 
-    Ignored with `auto_partition: true`. Called by: every rank alike, before the first step. Collectives: none.
+    Ignored with `auto_partition: true`. Called by: every rank alike, before the first step; no collectives.
     Raises: PartitionError as `partition` does; TypeError if `module` is not a module.
     """
     if not isinstance(module, nn.Module):
@@ -65,9 +65,10 @@ def assigned_stage(module: nn.Module) -> int | None:
 def assign_by_hand(module: nn.Module, num_stages: int, default_stage: int) -> dict[str, int]:
     """Give every module the stage the script asked for.
 
-    A module's own assignment counts first (`set_partition` before its creation), then that of the nearest module
-    above on which `set_partition` was called, then, if it holds no parameters, the stage of its parent, then the
-    default. The root without assignment is on stage 0 unless it holds parameters or buffers itself.
+    A module's own assignment counts first (`set_partition` before its creation), then that of the nearest
+    module above on which `set_partition` was called, then, if it holds no parameters, the stage of its
+    parent, then the default. The root without assignment is on stage 0 unless it holds parameters or buffers
+    itself.
     Raises: PartitionError naming the module if a stage is out of range.
     """
     stage_of: dict[str, int] = {}
@@ -111,7 +112,7 @@ def _check(stage: Any, call: str) -> None:
         upper = "pipeline_parallel_degree - 1" if limit is None else str(limit - 1)
         raise PartitionError(
             f"{call}: partition is {stage}, expected 0 to {upper}",
-            remedy=None if limit is None else f"use a smaller number, or raise pipeline_parallel_degree ({limit})",
+            remedy="use a smaller number, or raise pipeline_parallel_degree",
         )
 
 

@@ -1,10 +1,10 @@
-"""What the assignment works on: the modules that do work, in execution order, with ties folded into one place.
+"""What the assignment works on: modules that do work, in execution order, ties folded into one place.
 
-A *holder* is a module that holds parameters directly, or has children with parameters that never ran. Holders can't
-be divided. Every other module that ran is a chain of holders.
+A *holder* is a module with work of its own that can't be divided: it holds parameters directly, or something
+below it does that never ran by itself. Every other module that ran is a chain of holders.
 
-Modules joined by a tie are one: the first to run is the *anchor*, carries the cost of all, and the others go where it
-goes.
+Modules joined by a tie are one: the first to run is the *anchor*, carries the cost of all, and the others go
+where it goes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from shardwright.partition.cost import Prices, execution_key
 from shardwright.partition.tree import Groups, ModuleTree
 
 TEAR = 0.02
-"""Cost of starting a stage inside a module, as a part of an ideal stage: 1 x for the outermost module torn, 2 x more for
-the next within it, and so on, since what is torn runs piece by piece. A module that costs more than an ideal stage must
-be torn anyway, and a container is no more than its children: both are free."""
+"""Cost of starting a stage inside a module, as a part of an ideal stage: once for the
+outermost module torn, twice more for the next within it, and so on, since what is torn runs piece by piece. A
+module that costs more than an ideal stage must be torn anyway, and a container is no more than its children:
+both are free."""
+
+DETOUR = 0.05
+"""Cost of going to a stage once more than needed, as a part of an ideal stage: the pipeline waits for it."""
 
 
 @dataclass(frozen=True)
 class Outline:
     """The part of the tree that is assigned; everything else follows (see `assign.complete`).
 
-    order: modules that ran and hold parameters below that aren't tied away, parents first, in execution order.
+    order: modules that ran and aren't empty after tying, parents first, in execution order.
     children: of each, those in `order`.   own: cost of each without its descendants.   total: with them.
     holders: those of `order` that hold work themselves.   anchors: tied module -> where it goes.
     """
@@ -42,8 +46,8 @@ class Outline:
 class Piece:
     """One holder with the ancestors that begin with it: the smallest thing a stage can consist of.
 
-    entry: the module that a stage which begins here takes over first. entry_cost: what beginning here costs more
-    than at the cheapest place.
+    entry: the module that a stage which begins here takes over first. entry_cost: what beginning here costs
+    more than at the cheapest place.
     """
 
     entry: str
@@ -57,11 +61,11 @@ def outline(tree: ModuleTree, prices: Prices, *, join_ties: bool) -> Outline:
     keys = execution_key(tree)
     keys.setdefault("", (0, 0))
     anchors = _anchors(tree, keys, join_ties)
-    own = {name: 0.0 for name in keys}
+    own = dict.fromkeys(keys, 0.0)
     holders: set[str] = set()
     for name, node in tree.nodes.items():
         host = name
-        while host not in keys and host not in anchors:  # never ran: counts with the nearest ancestor that did
+        while host not in keys and host not in anchors:  # never ran: counts with an ancestor that did
             host = tree.nodes[host].parent or ""
         host = anchors.get(host, host)
         own[host] += prices.own[name]
@@ -93,7 +97,11 @@ def outline(tree: ModuleTree, prices: Prices, *, join_ties: bool) -> Outline:
 
 
 def pieces(tree: ModuleTree, out: Outline, prices: Prices, num_stages: int) -> list[Piece]:
-    """Cut the outline into its smallest pieces, in execution order, and price a cut before each."""
+    """Cut the outline into its smallest pieces, in execution order, and price a cut before each.
+
+    A cut inside a module that is called several times is crossed as often, there and back.
+    """
+    records = tree.trace.records
     ideal = 1.0 / num_stages
     found: list[Piece] = []
     pending: list[str] = []
@@ -101,10 +109,12 @@ def pieces(tree: ModuleTree, out: Outline, prices: Prices, num_stages: int) -> l
         pending.append(name)
         if name not in out.holders:
             continue
-        torn, above = 0, out.parent[pending[0]]
+        torn, visits, above = 0, 1, out.parent[pending[0]]
         while above is not None:
             if not tree.nodes[above].container and out.total[above] <= ideal:
                 torn += 1
+            if above in records:
+                visits = max(visits, records[above].num_calls)
             above = out.parent[above]
         crossing = next((prices.crossing[m] for m in pending if m in prices.crossing), 0.0)
         found.append(
@@ -112,7 +122,8 @@ def pieces(tree: ModuleTree, out: Outline, prices: Prices, num_stages: int) -> l
                 entry=pending[0],
                 modules=tuple(pending),
                 cost=sum(out.own[member] for member in pending),
-                entry_cost=TEAR * ideal * torn * (torn + 1) / 2 + crossing,
+                entry_cost=visits * (TEAR * ideal * torn * (torn + 1) / 2 + crossing)
+                + 2 * (visits - 1) * DETOUR * ideal,
             )
         )
         pending = []

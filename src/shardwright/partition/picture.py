@@ -1,4 +1,4 @@
-"""A plan as a drawing: the stages side by side, what each holds, and its share of time and memory. SVG by hand."""
+"""A plan as a drawing (SVG): the stages side by side, what each holds, its share of time and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from shardwright.partition.plan import PartitionPlan, compress_names
 from shardwright.partition.table import format_bytes, format_count
 
-_WIDTH, _GAP, _MARGIN, _LINE, _BAR = 230, 44, 24, 17, 150
+_WIDTH, _GAP, _MARGIN, _LINE, _BAR = 230, 44, 24, 17, 206
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
 _MAX_LINES = 14
 
@@ -20,8 +20,8 @@ def draw_svg(plan: PartitionPlan, *, title: str, microbatches: int) -> str:
     box_height = 30 + _LINE * max(len(lines) for lines in stages) + 112
     width = 2 * _MARGIN + len(stages) * _WIDTH + (len(stages) - 1) * _GAP
     height = body + box_height + 46
-    work = sum(stage.work for stage in plan.stages) or 1
-    memory = sum(stage.memory_bytes for stage in plan.stages) or 1
+    time_bars = _Bars([stage.work for stage in plan.stages])
+    memory_bars = _Bars([float(stage.memory_bytes) for stage in plan.stages])
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
@@ -51,9 +51,9 @@ def draw_svg(plan: PartitionPlan, *, title: str, microbatches: int) -> str:
         held = f"{format_count(stage.num_parameters)} parameters, {format_bytes(stage.parameter_bytes)}"
         parts.append(_text(left + 12, foot, held, colour="#333"))
         parts.append(_text(left + 12, foot + 18, f"{format_count(stage.flops)} FLOPs forward", colour="#333"))
-        parts += _bar(left + 12, foot + 36, "time", stage.work / work, colour)
+        parts += time_bars.draw(left + 12, foot + 36, "time", stage.work, colour)
         memory_label = f"memory {format_bytes(stage.memory_bytes)}"
-        parts += _bar(left + 12, foot + 66, memory_label, stage.memory_bytes / memory, colour)
+        parts += memory_bars.draw(left + 12, foot + 66, memory_label, stage.memory_bytes, colour)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
@@ -68,7 +68,7 @@ def _summary(plan: PartitionPlan, microbatches: int) -> str:
 
 def _module_lines(modules: tuple[str, ...]) -> list[str]:
     lines = [
-        part for name in compress_names(modules) for part in textwrap.wrap(name, 29, subsequent_indent="  ")
+        part for name in compress_names(modules) for part in textwrap.wrap(name, 31, subsequent_indent="  ")
     ]
     if len(lines) > _MAX_LINES:
         hidden = len(lines) - _MAX_LINES + 1
@@ -76,16 +76,31 @@ def _module_lines(modules: tuple[str, ...]) -> list[str]:
     return lines or ["(nothing)"]
 
 
-def _bar(left: float, top: float, label: str, share: float, colour: str) -> list[str]:
-    return [
-        _text(left, top, f"{label}: {share:.1%}", colour="#333", size=11),
-        f'<rect x="{left}" y="{top + 4}" width="{_BAR}" height="8" fill="#ddd"/>',
-        f'<rect x="{left}" y="{top + 4}" width="{_BAR * share:.1f}" height="8" fill="{colour}"/>',
-    ]
+class _Bars:
+    """Bars of one quantity: as long as its part of the largest, labelled with its part of the sum."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._sum = sum(values) or 1.0
+        self._largest = max(values) or 1.0
+
+    def draw(self, left: float, top: float, label: str, value: float, colour: str) -> list[str]:
+        return [
+            _text(left, top, f"{label}: {value / self._sum:.1%}", colour="#333", size=11),
+            f'<rect x="{left}" y="{top + 4}" width="{_BAR}" height="8" fill="#ddd"/>',
+            f'<rect x="{left}" y="{top + 4}" width="{_BAR * value / self._largest:.1f}" height="8" '
+            f'fill="{colour}"/>',
+        ]
 
 
 def _text(
-    x: float, y: float, text: str, *, size: int = 12, bold: bool = False, mono: bool = False, colour: str = "#111"
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: int = 12,
+    bold: bool = False,
+    mono: bool = False,
+    colour: str = "#111",
 ) -> str:
     extra = ' font-weight="bold"' if bold else ""
     extra += ' font-family="Menlo, Consolas, monospace"' if mono else ""

@@ -1,4 +1,5 @@
-"""The result of partitioning: which stage owns which module, what that costs, and how it reads on screen and disk.
+"""The result of partitioning: which stage owns which module, what that costs, and how it reads on screen and
+disk.
 
 Made by `build.make_plan` on one rank and sent to the others; saved with checkpoints as JSON.
 """
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwright.errors import PartitionError
 from shardwright.partition.cost import Prices
 from shardwright.partition.records import TraceKind
-from shardwright.partition.table import format_count, format_bytes, render_table
+from shardwright.partition.table import format_bytes, format_count, render_table
 from shardwright.partition.tree import ModuleTree, build_tree
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ Origin = Literal["auto", "manual"]
 class StageSummary:
     """One stage in numbers.
 
-    modules: the largest modules that lie wholly on this stage, in tree order, and modules split over stages whose own
+    modules: the largest modules that lie wholly on this stage, in tree order, and modules split over stages
+    whose own
         parameters are here (those end in "*").
     num_parameters, parameter_bytes: held here; a parameter kept on several stages counts on each.
     memory_bytes: with gradients, Adam's state and activations. flops: forward, one microbatch.
@@ -57,7 +59,8 @@ class PartitionPlan:
     """Where every module of a model lives.
 
     stage_of: stage of every name that `model.named_modules()` gives ("" is the root).
-    origin: found by the library or set by the script. how, note: what tracing was used, and what kept it from better.
+    origin: found by the library or set by the script. how, note: what tracing was used, and what kept it from
+    better.
     """
 
     num_stages: int
@@ -70,7 +73,8 @@ class PartitionPlan:
 
     @property
     def imbalance(self) -> float:
-        """Work of the slowest stage, of the mean stage: 1.0 is perfect, and the factor by which a step is longer."""
+        """Work of the slowest stage, of the mean stage: 1.0 is perfect, and the factor by which a step is
+        longer."""
         works = [stage.work for stage in self.stages]
         mean = sum(works) / len(works)
         return max(works) / mean if mean else 1.0
@@ -164,21 +168,23 @@ class PartitionPlan:
         except PartitionError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PartitionError(f"this is not a partition in JSON: {type(error).__name__}: {error}") from error
+            raise PartitionError(
+                f"this is not a partition in JSON: {type(error).__name__}: {error}"
+            ) from error
 
     def check(self, model: nn.Module) -> None:
         """See that the plan is for this model.
 
-        Raises: PartitionError naming modules that the plan lacks or the model lacks, a stage out of range, or a
-        shared parameter on several stages that the plan doesn't list as replicated.
+        Raises: PartitionError naming modules that the plan lacks or the model lacks, a stage out of range, or
+        a shared parameter on several stages that the plan doesn't list as replicated.
         """
         tree = build_tree(model)
         lacking = [name for name in tree.nodes if name not in self.stage_of]
         foreign = [name for name in self.stage_of if name not in tree.nodes]
         if lacking or foreign:
             raise PartitionError(
-                f"the partition is for another model: {len(lacking)} modules have no stage ({_some(lacking)}), "
-                f"{len(foreign)} stages are for modules that don't exist ({_some(foreign)})",
+                f"the partition is for another model: {len(lacking)} modules lack a stage ({_some(lacking)}) "
+                f"and {len(foreign)} stages are for modules that don't exist ({_some(foreign)})",
                 remedy="use a partition made for this model, or let a new one be made",
             )
         for name, stage in self.stage_of.items():
@@ -189,7 +195,9 @@ class PartitionPlan:
         check_ties(tree, self.stage_of, allowed={tied.name for tied in self.replicas})
 
 
-def summarize(tree: ModuleTree, stage_of: dict[str, int], prices: Prices, num_stages: int) -> tuple[StageSummary, ...]:
+def summarize(
+    tree: ModuleTree, stage_of: dict[str, int], prices: Prices, num_stages: int
+) -> tuple[StageSummary, ...]:
     """Add up what each stage holds and computes."""
     held: list[set[int]] = [set() for _ in range(num_stages)]
     for name, node in tree.nodes.items():

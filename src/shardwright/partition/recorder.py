@@ -1,4 +1,5 @@
-"""Watch a forward pass: which module ran when, what it computed, what it kept, and what would cross between stages."""
+"""Watch a forward pass: which module ran when, what it computed, what it kept, and what would cross between
+stages."""
 
 from __future__ import annotations
 
@@ -18,7 +19,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from shardwright.partition.cost import LOSS_PASSES, operation_work
 from shardwright.partition.records import ModuleRecord
 
-_aten = torch.ops.aten
 _LOOKUPS = frozenset({"aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::take"})
 
 
@@ -56,11 +56,12 @@ class _Value:
 class Recorder(TorchDispatchMode):
     """A dispatch mode that counts; module borders reach it through hooks.
 
-    Protocol: create, `with recorder.watching(module): forward`, perhaps `assume_loss(output)`, then `records()`
-    and `borrowed`. Only modules that hold parameters (themselves or below) are told apart.
+    Protocol: create, `with recorder.watching(module): forward`, perhaps `assume_loss(output)`, then
+    `records()` and `borrowed`. Only modules that hold parameters (themselves or below) are told apart.
 
     names: module id -> name, of those modules.
-    homes: storage key of each parameter (or buffer) -> names of the modules that hold it (empty for a buffer).
+    homes: storage key of each parameter (or buffer) -> names of the modules that hold it (empty for a
+    buffer).
     """
 
     def __init__(self, names: dict[int, str], homes: dict[int, tuple[str, ...]]) -> None:
@@ -123,13 +124,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) and func._overloadpacket not in flop_registry:
-            if func is not torch.ops.prim.device.default:
-                with self:
-                    result = func.decompose(*args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-        out = _grouped_mm_shape(func, args) if _is_fake_grouped_mm(func, args) else func(*args, **kwargs)
+        if _may_decompose(func):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        out = _grouped_mm_shape(args) if _is_fake_grouped_mm(func, args) else func(*args, **kwargs)
         self._account(func, args, kwargs, out)
         return out
 
@@ -236,6 +236,15 @@ class Recorder(TorchDispatchMode):
         return result
 
 
+def _may_decompose(func: Any) -> bool:
+    """Whether to look inside an operation for those whose FLOPs are known."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func._overloadpacket not in flop_registry
+        and func is not torch.ops.prim.device.default
+    )
+
+
 def _measure(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[int, float]:
@@ -267,8 +276,9 @@ def _is_fake_grouped_mm(func: Any, args: tuple[Any, ...]) -> bool:
     return str(getattr(func, "_overloadpacket", "")) == "aten._grouped_mm" and isinstance(args[0], FakeTensor)
 
 
-def _grouped_mm_shape(func: Any, args: tuple[Any, ...]) -> Tensor:
-    left, right = args[0], args[1]
+def _grouped_mm_shape(args: tuple[Any, ...]) -> Tensor:
+    left: Tensor = args[0]
+    right: Tensor = args[1]
     if left.dim() == 2 and right.dim() == 2:  # contracted over the ragged dim: one result per group
         groups = args[2].shape[0]
         return left.new_empty(groups, left.shape[0], right.shape[1])
@@ -283,7 +293,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def storage_key(tensor: Tensor) -> int:
     """Identifies the memory of a tensor while it lives; views share it."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _storage_bytes(tensor: Tensor) -> int:

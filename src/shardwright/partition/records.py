@@ -2,11 +2,11 @@
 
 Work is attributed so that it adds up: every operation is counted once.
 
-- An operation belongs to the innermost running module that holds parameters (itself or below). Modules without any,
-  such as an activation function or dropout, count as code of the module that calls them.
+- An operation belongs to the innermost running module that holds parameters (itself or below). Modules
+  without any, such as an activation function or dropout, count as code of the module that calls them.
 - An operation that a module runs itself *after* one of its children has finished is kept with that child, as
-  `trailing`: when the module is split over stages, such code runs where its largest operand lies, which is where
-  the last child ran. A residual addition so counts with its attention or MLP, a loss with the head.
+  `trailing`: when the module is split over stages, such code runs where its largest operand lies, which is
+  where the last child ran. A residual addition so counts with its attention or MLP, a loss with the head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class ModuleRecord:
     """One module that holds parameters, as the trace saw it (sums over all its calls).
 
     first_call: position of its first call among the first calls of all modules.
-    work: the roofline sum of `cost.operation_work`, in FLOP equivalents, forward only; flops: the plain FLOPs.
+    work: the roofline sum of `cost.operation_work`, in FLOP equivalents, forward only; flops: the plain
+    FLOPs.
     saved_bytes: what autograd would keep for the backward of this microbatch.
     output_bytes: tensors returned.
     entry_bytes: computed values alive when it is first called that are read afterwards: what would cross if a
@@ -43,9 +44,11 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class Trace:
-    """A forward pass in numbers. `how` is what was done, `reason` why not something better (empty if nothing failed).
+    """A forward pass in numbers. `how` is what was done, `reason` why not something better (empty if nothing
+    failed).
 
-    borrowed: pairs (user, holder): module `user` computes with a parameter that `holder` has, which is not below it.
+    borrowed: pairs (user, holder): module `user` computes with a parameter that `holder` has, which is not
+    below it.
     """
 
     how: TraceKind

@@ -1,7 +1,8 @@
 """Run a model's forward and leave everything as it was.
 
-Restored: random state, every attribute of every module (parameters, buffers, hooks, flags, and the entries of lists,
-dicts and sets kept as attributes), values written into parameters and buffers, `.grad` and `requires_grad`.
+Restored: random state, every attribute of every module (parameters, buffers, hooks, flags, and the entries of
+lists, dicts and sets kept as attributes), values written into parameters and buffers, `.grad` and
+`requires_grad`.
 """
 
 from __future__ import annotations
@@ -70,8 +71,11 @@ def replace_tensors(module: nn.Module, device: torch.device) -> dict[int, Tensor
 
 
 def _written(module: nn.Module) -> list[Tensor]:
-    """What a forward writes in place: buffers, and the weights of embeddings that renormalise what they look up."""
-    renormalised = [found.weight for found in module.modules() if getattr(found, "max_norm", None) is not None]
+    """What a forward writes in place: buffers, and the weights of embeddings that renormalise what they look
+    up."""
+    renormalised = [
+        found.weight for found in module.modules() if getattr(found, "max_norm", None) is not None
+    ]
     return [*module.buffers(), *(weight for weight in renormalised if isinstance(weight, Tensor))]
 
 

@@ -1,8 +1,9 @@
 """A dry run of the model: call order, output sizes, FLOPs, bytes kept for backward - for every module.
 
-First choice is a forward on fake tensors: no memory, no device, any model size. Where that fails (a branch on a value,
-a kernel that fake tensors don't know) the model runs once for real, without gradient, where it lies. Where that fails
-too, module order and parameter bytes must do. What was used is in `Trace.how`, why in `Trace.reason`.
+First choice is a forward on fake tensors: no memory, no device, any model size. Where that fails (a branch on
+a value, a kernel that fake tensors don't know) the model runs once for real, without gradient, where it lies.
+Where that fails too, module order and parameter bytes must do. What was used is in `Trace.how`, why in
+`Trace.reason`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from shardwright.log import get_logger
-from shardwright.partition.records import Trace, TraceKind
 from shardwright.partition.recorder import Recorder, storage_key
+from shardwright.partition.records import Trace, TraceKind
 from shardwright.partition.sandbox import replace_tensors, stand_in, untouched
 
 _log = get_logger(__name__)
@@ -33,13 +34,18 @@ def is_tracing() -> bool:
 
 
 def trace(
-    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, how: TraceKind = "fake"
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    how: TraceKind = "fake",
 ) -> Trace:
     """Run one forward on the inputs of one microbatch and return what each module did.
 
-    how: where to begin in the order fake, real, none; each falls back to the next. Never raises for what the model
-    does: a forward that fails everywhere gives `Trace(how="none")`, and the script's own call will show the error.
-    Leaves no trace itself: see `sandbox`. Called by: one rank per model. Collectives: none.
+    how: where to begin in the order fake, real, none; each falls back to the next. Never raises for what the
+    model
+    does: a forward that fails everywhere gives `Trace(how="none")`, and the script's own call will show the
+    error. Leaves no trace itself: see `sandbox`. Called by: one rank per model. Collectives: none.
     """
     kwargs = dict(kwargs or {})
     attempts: dict[TraceKind, Callable[..., Trace]] = {"fake": _fake, "real": _real}
@@ -121,10 +127,13 @@ def _tracing() -> Iterator[None]:
 
 
 def _copy_leaf(leaf: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """Tensors through `make`; other mutable objects as copies, so that the forward can't change the caller's."""
+    """Tensors through `make`; other mutable objects as copies, so that the forward can't change the
+    caller's."""
     if isinstance(leaf, Tensor):
         return make(leaf)
-    if leaf is None or isinstance(leaf, str | bytes | int | float | complex | nn.Module | torch.device | torch.dtype):
+    if leaf is None or isinstance(
+        leaf, str | bytes | int | float | complex | nn.Module | torch.device | torch.dtype
+    ):
         return leaf
     try:
         return copy.deepcopy(leaf)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter object. `name` is its first full name; `holders` are all modules that hold it directly."""
+    """One parameter object. `name` is its first full name; `holders` are all modules that hold it
+    directly."""
 
     name: str
     numel: int
@@ -47,7 +48,8 @@ class ModuleNode:
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """All modules, parents before children, in the order of `named_modules()`, with what a trace saw of them."""
+    """All modules, parents before children, in the order of `named_modules()`, with what a trace saw of
+    them."""
 
     nodes: dict[str, ModuleNode]
     parameters: tuple[ParameterInfo, ...]
@@ -58,7 +60,8 @@ class ModuleTree:
         return replace(self, trace=trace)
 
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of modules joined by parameters they share, each in tree order; groups of one are left out."""
+        """Groups of modules joined by parameters they share, each in tree order; groups of one are left
+        out."""
         groups = Groups()
         for parameter in self.parameters:
             groups.join(parameter.holders)
@@ -107,8 +110,9 @@ class Groups:
 def build_tree(module: nn.Module) -> ModuleTree:
     """Read a module into a `ModuleTree`.
 
-    A module with several parents is one node, below the parent that comes first. Bytes come from shape and dtype,
-    so a model on the meta device reads like any other. Nothing in the module is changed; no collectives.
+    A module with several parents is one node, below the parent that comes first. Bytes come from shape and
+    dtype, so a model on the meta device reads like any other. Nothing in the module is changed; no
+    collectives.
     """
     from torch import nn
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwright.partition.trace import is_tracing
+
 Case = tuple[nn.Module, dict[str, Any]]
-TOKENS = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64)
+TOKENS = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 
 
 def ids(vocab: int = 96) -> Tensor:
@@ -19,50 +29,54 @@ def ids(vocab: int = 96) -> Tensor:
 def gpt2(**changes: Any) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = dict(vocab_size=96, n_positions=16, n_embd=32, n_layer=4, n_head=4)
-    return GPT2LMHeadModel(GPT2Config(**(config | changes))), dict(input_ids=ids(), labels=ids())
+    config = {"vocab_size": 96, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**(config | changes))), {"input_ids": ids(), "labels": ids()}
 
 
 def llama() -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**TOKENS, num_key_value_heads=2)), dict(input_ids=ids())
+    return LlamaForCausalLM(LlamaConfig(**TOKENS, num_key_value_heads=2)), {"input_ids": ids()}
 
 
 def bert() -> Case:
     from transformers import BertConfig, BertForMaskedLM
 
     mask = torch.ones(2, 8, dtype=torch.long)
-    return BertForMaskedLM(BertConfig(**TOKENS)), dict(input_ids=ids(), attention_mask=mask, labels=ids())
+    return BertForMaskedLM(BertConfig(**TOKENS)), {
+        "input_ids": ids(),
+        "attention_mask": mask,
+        "labels": ids(),
+    }
 
 
 def t5() -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4)
-    return T5ForConditionalGeneration(config), dict(input_ids=ids(), decoder_input_ids=ids())
+    return T5ForConditionalGeneration(config), {"input_ids": ids(), "decoder_input_ids": ids()}
 
 
 def vit() -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
     shape = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
-    return ViTForImageClassification(ViTConfig(**shape, image_size=16, patch_size=4)), dict(
-        pixel_values=torch.zeros(2, 3, 16, 16)
-    )
+    return ViTForImageClassification(ViTConfig(**shape, image_size=16, patch_size=4)), {
+        "pixel_values": torch.zeros(2, 3, 16, 16)
+    }
 
 
 def mixtral() -> Case:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(**TOKENS, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
-    return MixtralForCausalLM(config), dict(input_ids=ids())
+    return MixtralForCausalLM(config), {"input_ids": ids()}
 
 
 def qwen3() -> Case:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(**TOKENS, num_key_value_heads=2, head_dim=8)), dict(input_ids=ids())
+    return Qwen3ForCausalLM(Qwen3Config(**TOKENS, num_key_value_heads=2, head_dim=8)), {"input_ids": ids()}
 
 
 class Residual(nn.Module):
@@ -89,7 +103,7 @@ class ResNet(nn.Module):
 
 
 def resnet() -> Case:
-    return ResNet(), dict(x=torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)))
+    return ResNet(), {"x": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
 
 
 class Block(nn.Module):
@@ -125,7 +139,34 @@ class LM(nn.Module):
 
 
 def lm(num_layers: int, **options: Any) -> Case:
-    return LM(num_layers, **options), dict(tokens=ids(32))
+    return LM(num_layers, **options), {"tokens": ids(32)}
+
+
+class Hostile(nn.Module):
+    """Touches everything a forward can touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.lookup = nn.Embedding(4, 4, max_norm=0.1)
+        self.register_buffer("steps", torch.zeros(()))
+        self.cache: Any = None
+        self.history: list[Any] = []
+        self.table: dict[str, Any] = {"a": 1}
+        self.seen_tracing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen_tracing_inside = is_tracing()
+        self.steps += 1
+        noise = torch.rand_like(x) + random.random() + float(np.random.rand())
+        x.mul_(2)
+        self.cache = x
+        self.history.append(x)
+        self.table["b"] = x
+        self.lin.train(False)
+        self.lin.weight.requires_grad_(False)
+        return self.bn(self.lin(x + noise) + self.lookup(torch.arange(4)))
 
 
 TRANSFORMERS: dict[str, Callable[[], Case]] = {

@@ -1,0 +1,169 @@
+"""`shardwright plan`: from a Python file or a transformers config to table, JSON and picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from shardwright.cli import partition as command
+from shardwright.errors import UsageError
+from shardwright.partition import PartitionPlan
+
+SCRIPT = """
+import torch
+from torch import nn
+from helper import WIDTH
+
+def model():
+    return nn.Sequential(nn.Embedding(32, WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+def example_inputs():
+    return torch.zeros(2, 4, dtype=torch.long)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "helper.py").write_text("WIDTH = 16\n")
+    path = tmp_path / "net.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    shape = {"n_positions": 16, "n_embd": 32, "n_layer": 6, "n_head": 4, "vocab_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gpt2", **shape)))
+    return tmp_path
+
+
+def run(*arguments: object) -> None:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    command.register(app)
+    app([str(argument) for argument in ("plan", *arguments)], standalone_mode=False)
+
+
+def test_python_file(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(script, "--pp", 2, "--microbatches", 4, "--json", tmp_path / "p.json", "--svg", tmp_path / "p.svg")
+    out = capsys.readouterr().out
+    assert "Sequential (net.py) on 2 stages" in out
+    assert "with 4 microbatches: bubble 20.0%" in out
+    plan = PartitionPlan.from_json((tmp_path / "p.json").read_text())
+    assert (plan.num_stages, plan.how) == (2, "fake")
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+
+
+def test_python_file_without_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(
+        "from torch import nn\ndef model():\n    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))\n"
+    )
+    run(path, "--pp", 2)
+    assert "module order and parameter sizes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_transformers_config(config: Path, as_folder: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    run(config if as_folder else config / "config.json", "--pp", 3, "--batch", 16, "--seq", 12)
+    out = capsys.readouterr().out
+    assert "GPT2LMHeadModel" in out
+    assert "microbatches of 2" in out
+    assert "transformer.h.0" in out
+    assert "a forward on fake tensors" in out
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (
+            {
+                "model_type": "t5",
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_heads": 4,
+                "vocab_size": 96,
+            },
+            "T5",
+        ),
+        (
+            {
+                "model_type": "vit",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 32,
+            },
+            "ViT",
+        ),
+        ({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}, "Bert"),
+    ],
+)
+def test_other_kinds_of_config(
+    data: dict[str, object], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    run(tmp_path, "--pp", 2, "--optimize", "speed", "--tied-weights", "replicate")
+    assert name in capsys.readouterr().out
+
+
+def test_architecture_and_dtype_of_the_config_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
+    data = dict(model_type="bert", architectures=["BertForSequenceClassification"], dtype="bfloat16", **shape)
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    run(tmp_path, "--pp", 2, "--json", tmp_path / "p.json")
+    assert "BertForSequenceClassification" in capsys.readouterr().out
+    plan = PartitionPlan.from_json((tmp_path / "p.json").read_text())
+    assert all(stage.parameter_bytes == 2 * stage.num_parameters for stage in plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (None, "gone", "neither a file nor a folder"),
+        ("x = 1", "a.py", r"does not define a function model\(\)"),
+        ("def model(): return 3", "a.py", "returned a int"),
+        ("{}", "config.json", "not a transformers config"),
+        ("{", "config.json", "not a transformers config"),
+        ("", "a.txt", "expected .py or .json"),
+    ],
+)
+def test_bad_sources_are_named(content: str | None, name: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=message):
+        run(path, "--pp", 2)
+
+
+def test_bad_options_are_named(script: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--batch is 9, expected a multiple of --microbatches"):
+        run(script, "--pp", 2, "--batch", 9)
+    with pytest.raises(UsageError, match="--tied-weights is 'apart'"):
+        run(script, "--pp", 2, "--tied-weights", "apart")
+    with pytest.raises(UsageError, match="can't write"):
+        run(script, "--pp", 2, "--json", tmp_path / "no" / "where.json")
+
+
+def test_png_without_the_package_says_so(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="--png needs the package cairosvg"):
+        run(script, "--pp", 2, "--png", tmp_path / "p.png")
+
+
+def test_command_line_starts_without_torch() -> None:
+    code = "import sys, shardwright.cli.partition as p, shardwright.cli.model_source; "
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -55,7 +55,7 @@ def test_a_parameter_on_two_stages_fails():
     def change(ranks):
         ranks[0].weights.update(ranks[1].weights)
 
-    _fails("mlp", change, "on stages")
+    _fails("mlp", change, "lives on stages")
 
 
 def test_one_bit_in_an_exact_model_fails():

@@ -52,6 +52,7 @@ class Frame:
     turns: gives the baton away before a wait, and takes it back.
     seed: base of the random streams of this step, equal on the pipeline group.
     gradient_scale: what the loss is multiplied with (1 / num_microbatches to average over them).
+    told: outcomes of units that were announced in this microbatch, see `spec_cache`.
     program: what this microbatch made the ranks do, for the schedule.   calls: the same in words, for agreement.
     """
 
@@ -65,6 +66,7 @@ class Frame:
         self.seed = rng.derive_seed(seed, index)
         self.streams = Streams(self.seed)
         self.tape = Tape()
+        self.told: dict[Any, Any] = {}
         self.program: list[Event] = []
         self.calls: list[Call] = []
         self.gradient_scale = gradient_scale
@@ -279,11 +281,6 @@ class Frame:
     def post_receive(self, spec: Spec, source: int) -> Handle:
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=self.device)
         return self.runtime.wire.receive(buffer, source, self.index)
-
-    def yield_turn(self) -> None:
-        """Let other microbatches go on."""
-        with context.own_view():
-            self._turns.wait_turn(self)
 
     def wait(self, handle: Handle) -> Any:
         with context.own_view():

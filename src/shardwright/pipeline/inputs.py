@@ -92,7 +92,7 @@ def receive_inputs(
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=device)
         handles.append(wire.receive(buffer, 0, _CHANNEL))
     tensors = [h.wait().requires_grad_(s.requires_grad) for h, (s, _) in zip(handles, call.tensors, strict=True)]
-    builder = Builder(tensors, [], call.cells, lambda node: _Own(node[1]))
+    builder = Builder(tensors, [], call.cells, opaque=lambda node: _Own(node[1]))
     made_args = [
         _graft(builder.value(node), args[i] if i < len(args) else _MISSING, f"argument {i}")
         for i, node in enumerate(call.args)
@@ -112,7 +112,7 @@ def _is_own(value: Any) -> bool:
 
 def _describe(walker: Walker, value: Any) -> Node:
     if isinstance(value, torch.device):
-        return ("opaque", "torch.device")
+        return ("opaque", "torch.device", -1, 0)
     return walker.describe(value)
 
 

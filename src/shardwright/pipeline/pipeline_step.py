@@ -90,8 +90,10 @@ class PipelineSteps:
             self._settle()
             agreement.check(runtime, executor.frames)
         except BaseException as error:
+            runtime.forget()
             self._fail(error)
             raise
+        runtime.learn()
         self._learn(key, executor.frames, count)
         sizes = [m.num_samples for m in microbatches]
         return results, None if any(s is None for s in sizes) else [s for s in sizes if s is not None]
@@ -163,6 +165,7 @@ class _Published:
         self._root = walker.describe(result)
         self._cells = walker.cells
         self._contents = walker.contents
+        self._opaques = dict(enumerate(walker.opaques))
         self._result = result
         self._tensors: list[Any] = []
         for tensor in walker.tensors:
@@ -191,7 +194,7 @@ class _Published:
         if not self._placed:
             return self._result
         tensors = [t if isinstance(t, torch.Tensor) else t.wait() for t in self._tensors]
-        builder = Builder(tensors, self._cells, self._contents)
+        builder = Builder(tensors, self._cells, self._contents, self._opaques)
         for number in range(len(self._cells)):
             builder.write(number)
         return builder.value(self._root)

@@ -43,6 +43,7 @@ class Runtime:
     cost_s: estimated time of one forward call per unit name, equal on all ranks; only for the schedule.
     glue_cache: outcomes of glue ops by key.
     after_unit_backward: called on the owner with (unit, frame) when the backward of one call of the unit is done.
+    news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
     converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
     """
 
@@ -54,6 +55,7 @@ class Runtime:
     glue_cache: dict[Any, Any] = field(default_factory=dict)
     cost_s: dict[str, float] = field(default_factory=dict)
     units: list[Any] = field(default_factory=list)
+    news: list[tuple[Any, Any, Any]] = field(default_factory=list)
     converted: list[Any] = field(default_factory=list)
     after_unit_backward: Callable[[Any, Any], None] = lambda unit, frame: None
 
@@ -70,6 +72,19 @@ class Runtime:
         entry.tensor = tensor
         self.registered[id(tensor)] = entry
 
+    def learn(self) -> None:
+        """A step ended well on every rank: what it told is known from now on."""
+        by_cache: dict[Any, dict[Any, Any]] = {}
+        for cache, key, outcome in self.news:
+            by_cache.setdefault(cache, {})[key] = outcome
+        for cache, news in by_cache.items():
+            cache.learn(news)
+        self.news.clear()
+
+    def forget(self) -> None:
+        """A step failed: ranks may have got differently far in it."""
+        self.news.clear()
+
     def refresh_buffers(self, homes: Iterable[tuple[str, torch.nn.Module, str]]) -> None:
         """After a unit ran here: buffers that it assigned anew are known under their new object."""
         for name, module, key in homes:
@@ -83,7 +98,20 @@ class Runtime:
 
 # Functions that return a mutable object which module hooks write to, or None; every unit treats it as an argument.
 ambient: list[Callable[[], Any]] = []
-harmless_hooks: list[Callable[[Any], bool]] = []
+_PARAMETRIZING_HOOKS = {
+    ("torch.nn.utils.weight_norm", "WeightNorm"),
+    ("torch.nn.utils.spectral_norm", "SpectralNorm"),
+    ("torch.nn.utils.prune", ""),
+}
+
+
+def _only_sets_a_weight(hook: Any) -> bool:
+    """torch's own hooks that compute a weight from others before each call."""
+    cls = type(hook)
+    return (cls.__module__, cls.__name__) in _PARAMETRIZING_HOOKS or (cls.__module__, "") in _PARAMETRIZING_HOOKS
+
+
+harmless_hooks: list[Callable[[Any], bool]] = [_only_sets_a_weight]
 
 
 def register_ambient(read: Callable[[], Any]) -> None:

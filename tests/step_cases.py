@@ -40,7 +40,7 @@ class Case:
     before_step: called with (model, step) on every rank and in the reference.
     grad: steps train; else they run under `torch.no_grad()` and the optimizer does nothing.
     error: a pattern that the error of every rank must show; such a case has no reference.
-    observe: called at the end with the plain model and the stage-local parameters' names; compared as it is.
+    timeout_s: of every wait inside the step.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Case:
     dummies: Inputs | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
-    weights_too: bool = True
+    timeout_s: float = 30
 
 
 @dataclass
@@ -117,7 +117,7 @@ def _run_one(case: Case, number: int) -> Verdict:
         "microbatches": case.microbatches,
         "pipeline": case.schedule,
         "auto_partition": False,
-        "timeout_s": 30,
+        "timeout_s": case.timeout_s,
         "log_level": "warning",
     }
     before = os.environ["SHARDWRIGHT_INIT_METHOD"]

@@ -38,7 +38,8 @@ class Crossing:
     """One call on its way. `is_needed` False: nothing in it is placed, every rank may run it for itself."""
 
     def __init__(self, frame: Frame, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        walker = Walker()
+        own = frame.runtime.own
+        walker = Walker(lambda value: id(value) in own) if own else Walker()
         describe = walker.describe
         parts = [describe(a) for a in args]
         parts += [describe(v) for v in kwargs.values()]
@@ -100,9 +101,7 @@ class Crossing:
     def _key(self) -> Any:
         unit = self.unit
         with torch._C.DisableTorchFunction():
-            specs = tuple(
-                [v._value.spec if type(v) is PlacedTensor else (spec_of(v), type(v)) for v in self.originals]
-            )
+            specs = tuple([v._value.spec if type(v) is PlacedTensor else (spec_of(v),) for v in self.originals])
             return (self.root, self.keywords, self.contents, specs, unit.mode, ambient_key(self.frame.device.type),
                     self.frame.checkpointing > 0)  # fmt: skip
 
@@ -323,6 +322,8 @@ def _view_of(tensor: torch.Tensor, others: list[torch.Tensor]) -> View | None:
 def _link(tensor: PlacedTensor, base: Any, view: View, name: str) -> None:
     """Let in-place changes of `tensor` and of the tensor whose memory it shares follow each other, or be refused."""
     spec = tensor._value.spec
+    if spec.numel == 0:
+        return
     if type(base) is PlacedTensor and _covers(base._value.spec, spec, view.offset):
         size, stride, expected = spec.shape, spec.stride, base._value.spec.stride
 
@@ -343,7 +344,7 @@ def _link(tensor: PlacedTensor, base: Any, view: View, name: str) -> None:
 
 def _covers(base: Any, view: Any, offset: int) -> bool:
     """Does the memory of a dense tensor hold all elements of a view of it?"""
-    if base.dtype != view.dtype or wire_stride(base) != base.stride or offset < 0 or view.numel == 0:
+    if base.dtype != view.dtype or wire_stride(base) != base.stride or offset < 0:
         return False
     last = offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
     return bool(last < base.numel)

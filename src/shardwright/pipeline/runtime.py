@@ -43,6 +43,7 @@ class Runtime:
     cost_s: estimated time of one forward call per unit name, equal on all ranks; only for the schedule.
     glue_cache: outcomes of glue ops by key.
     after_unit_backward: called on the owner with (unit, frame) when the backward of one call of the unit is done.
+    own: by id, the objects among this step's inputs that each rank has itself (see `inputs`).
     news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
     converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
     """
@@ -55,6 +56,7 @@ class Runtime:
     glue_cache: dict[Any, Any] = field(default_factory=dict)
     cost_s: dict[str, float] = field(default_factory=dict)
     units: list[Any] = field(default_factory=list)
+    own: dict[int, Any] = field(default_factory=dict)
     news: list[tuple[Any, Any, Any]] = field(default_factory=list)
     converted: list[Any] = field(default_factory=list)
     after_unit_backward: Callable[[Any, Any], None] = lambda unit, frame: None

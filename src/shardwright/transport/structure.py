@@ -69,7 +69,7 @@ class Walker:
     """Describes values one after the other with one numbering of tensors, cells and opaque objects.
 
     Objects that the walker has met before keep their number, so results can refer to arguments.
-    `leave_alone(obj)`: True for objects that are each rank's own: they are opaque.
+    `leave_alone(obj)`: True for objects that are each rank's own: they are opaque, and so are devices then.
     """
 
     def __init__(self, leave_alone: Callable[[Any], bool] | None = None) -> None:
@@ -98,7 +98,7 @@ class Walker:
             return ("tuple", cls, tuple([self.describe(v) for v in value]))
         if cls is list or cls is dict:
             return self._cell(value)
-        if isinstance(value, _CONSTANTS):
+        if isinstance(value, _CONSTANTS) and not (cls is torch.device and self._leave_alone is not None):
             return _constant(cls, value)
         if isinstance(value, tuple):
             return ("tuple", cls, tuple(self.describe(v) for v in value))
@@ -277,13 +277,14 @@ def fingerprint(value: Any) -> int:
     return int(xxhash.xxh64_intdigest(value.tobytes(), seed=kind))
 
 
-def pickled(value: Any) -> bytes | None:
-    """An opaque value as bytes, if it is plain data or can be found by its name on other ranks; else None.
+def is_data(value: Any) -> bool:
+    """Is an opaque value plain data: NumPy arrays and numbers, dates, decimals, paths and the like?"""
+    return type(value).__module__.partition(".")[0] in _VALUE_MODULES
 
-    Plain data are NumPy arrays and numbers, dates, decimals, paths and the like.
-    """
-    is_data = type(value).__module__.partition(".")[0] in _VALUE_MODULES
-    if not is_data and not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+
+def pickled(value: Any) -> bytes | None:
+    """An opaque value as bytes, if it is plain data or can be found by its name on other ranks; else None."""
+    if not is_data(value) and not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return None
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)

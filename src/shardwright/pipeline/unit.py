@@ -85,6 +85,15 @@ class Unit:
         return tuple(self.module.parameters())
 
     @functools.cached_property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        return tuple(p for p in self.parameters if p.requires_grad)
+
+    @functools.cached_property
+    def tied(self) -> tuple[nn.Parameter, ...]:
+        """Trainable parameters that modules outside may use as well."""
+        return tuple(p for p in self.trainable if id(p) in self.runtime.tied)
+
+    @functools.cached_property
     def buffers(self) -> list[tuple[str, nn.Module, str]]:
         """(full name, module, key) of every buffer inside."""
         return [
@@ -360,8 +369,7 @@ class _Crossing:
         frame, unit = self.frame, self.unit
         results = self.made_tensors if frame.rank == self.owner else None
         made = frame.record(
-            unit.name, self.owner, self.values, outcome.specs, outcome.depends, results, leaves,
-            after=lambda: unit.runtime.after_unit_backward(unit, frame),
+            unit.name, self.owner, self.values, outcome.specs, outcome.depends, results, leaves, unit
         )  # fmt: skip
         placed = [PlacedTensor.of(value) for value in made]
         for tensor, shared in zip(placed, outcome.alias, strict=True):

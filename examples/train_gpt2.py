@@ -85,10 +85,10 @@ def train(args: argparse.Namespace) -> None:
     report = Report(args, first_step)
     with report.progress:
         for step in range(first_step, args.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, args.steps)
             optimizer.zero_grad(set_to_none=True)
             loss = train_step(model, batch_of(text, step)).reduce_mean()
+            for group in optimizer.param_groups:  # here, because a checkpoint is loaded in the first step
+                group["lr"] = learning_rate(step, args.steps)
             optimizer.step()
             report.add(step, loss.item())
             if step + 1 == args.save_at:

@@ -21,12 +21,13 @@ import sysconfig
 import time
 from pathlib import Path
 
-import shardwright.torch as smp
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
+
+import shardwright.torch as smp
 
 SEQUENCE = 128
 BATCH = 4

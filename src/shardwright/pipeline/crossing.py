@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.log import get_logger, once
 from shardwright.pipeline import aliasing, derive
+from shardwright.pipeline.glue import choose_rank
 from shardwright.pipeline.placed import PlacedTensor, Value
 from shardwright.pipeline.runtime import ambient
 from shardwright.pipeline.spec import ambient_key, spec_of, wire_stride
@@ -57,6 +58,7 @@ class Crossing:
             self.originals: list[Any] = [_lift(frame, t) for t in walker.tensors]
         self.operands = [i for i, t in enumerate(self.originals) if type(t) is PlacedTensor]
         self.values: list[Value] = [aliasing.resolve(frame, self.originals[i]) for i in self.operands]
+        self.owner = unit.owner if unit.has_state or not self.values else choose_rank(self.values)
         self.result: Any = None
         self.made: Walker | None = None
         if len(walker.cells) > _MANY_PARTS:
@@ -67,7 +69,7 @@ class Crossing:
 
     @property
     def is_needed(self) -> bool:
-        return bool(self.operands or self.unit.parameters or self.unit.buffers or self.walker.cells)
+        return bool(self.operands or self.unit.has_state or self.walker.cells)
 
     def run(self, native: Callable[..., Any]) -> Any:
         """Run the call on its owner; elsewhere find or hear what comes out. Returns the call's result, on every rank."""
@@ -78,9 +80,9 @@ class Crossing:
             kept = [k for k, number in enumerate(self.operands) if number not in known.unused]
             self.operands, self.values = [self.operands[k] for k in kept], [self.values[k] for k in kept]
         for value in self.values:
-            frame.fetch(value, unit.owner)
+            frame.fetch(value, self.owner)
         leaves = None
-        if frame.rank == unit.owner:
+        if frame.rank == self.owner:
             outcome, leaves = self._run_here(native, known)
             if known is None:
                 self._announce(outcome)
@@ -91,7 +93,7 @@ class Crossing:
                     remedy="mark it with smp.dynamic_shapes(module)",
                 )
         else:
-            outcome = known if known is not None else frame.announce(unit.owner, None)
+            outcome = known if known is not None else frame.announce(self.owner, None)
         if known is not None:
             outcome = known
         elif not unit.dynamic:
@@ -114,7 +116,7 @@ class Crossing:
                 where=self.frame.where(self.unit.name),
                 remedy="define the classes and keys that it returns at the top level of a module",
             ) from error
-        self.frame.announce(self.unit.owner, outcome)
+        self.frame.announce(self.owner, outcome)
 
     # ------------------------------------------------------------------ on the owner
 
@@ -167,8 +169,7 @@ class Crossing:
         if not self.contents:
             return []
         direct = {node[1] for node in nodes_of(self.root, ()) if node[0] == "tensor"}
-        owner = self.unit.owner
-        return [n for n, v in zip(self.operands, self.values, strict=True) if n not in direct and v.holder != owner]
+        return [n for n, v in zip(self.operands, self.values, strict=True) if n not in direct and v.holder != self.owner]
 
     def _describe(
         self, given: list[Any], versions: dict[int, int], leaves: list[torch.Tensor], wires: Tripwires | None
@@ -246,8 +247,7 @@ class Crossing:
         num_given = len(self.originals)
         results = None if self.made is None else self.made.tensors[num_given:]
         recorded = frame.record(
-            unit.name, unit.owner, self.values, outcome.specs, outcome.depends, results, leaves,
-            after=lambda: unit.runtime.after_unit_backward(unit, frame),
+            unit.name, self.owner, self.values, outcome.specs, outcome.depends, results, leaves, unit
         )  # fmt: skip
         tensors: list[Any] = [*self.originals, *map(PlacedTensor.of, recorded)]
         for number, new in outcome.mutated:

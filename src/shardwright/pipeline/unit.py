@@ -56,6 +56,16 @@ class Unit:
     def parameters(self) -> tuple[nn.Parameter, ...]:
         return tuple(self.module.parameters())
 
+    @property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        return tuple(p for p in self.parameters if p.requires_grad)
+
+    @property
+    def tied(self) -> tuple[nn.Parameter, ...]:
+        """Trainable parameters that modules outside may use as well."""
+        tied = self.runtime.tied
+        return tuple(p for p in self.parameters if id(p) in tied and p.requires_grad) if tied else ()
+
     @functools.cached_property
     def buffers(self) -> list[tuple[str, nn.Module, str]]:
         """(full name, module, key) of every buffer inside."""
@@ -64,6 +74,11 @@ class Unit:
             for path, m in self.module.named_modules(prefix=self.name)
             for key in m._buffers
         ]
+
+    @functools.cached_property
+    def has_state(self) -> bool:
+        """Does it hold parameters or buffers? If not, a call runs where its data is."""
+        return bool(self.parameters or self.buffers)
 
     @functools.cached_property
     def _states(self) -> list[dict[str, Any]]:

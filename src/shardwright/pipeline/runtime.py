@@ -43,7 +43,8 @@ class Runtime:
     cost: estimated cost of one forward call per unit name, equal on all ranks; only for the schedule.
     module_names: name by id of every module of the model.   num_steps: steps begun.
     glue_cache: outcomes of glue ops by key.
-    after_unit_backward: called on the owner with (unit, frame) when the backward of one call of the unit is done.
+    tied: ids of parameters that several modules have.
+    gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
     converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
     """
 
@@ -58,7 +59,8 @@ class Runtime:
     num_steps: int = 0
     units: list[Any] = field(default_factory=list)
     converted: list[Any] = field(default_factory=list)
-    after_unit_backward: Callable[[Any, Any], None] = lambda unit, frame: None
+    tied: set[int] = field(default_factory=set)
+    gradient_arrived: Callable[[torch.nn.Parameter], None] = lambda parameter: None
 
     def register(
         self, name: str, tensor: torch.Tensor, owner: int, home: tuple[torch.nn.Module, str] | None = None

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from shardwright.errors import LostRankError, RemoteRankError
+
 if TYPE_CHECKING:
     from shardwright.pipeline.runtime import Runtime
 
@@ -22,6 +24,8 @@ def name_place(error: BaseException, runtime: Runtime, microbatch: int) -> None:
     The module is the innermost one whose method the traceback goes through; an error of glue between them
     names the split module, or nothing if it is the step function's own.
     """
+    if isinstance(error, (RemoteRankError, LostRankError)):
+        return  # these say where it was, elsewhere
     module = _innermost_module(error, runtime)
     if module is not None:
         set_place(error, module)

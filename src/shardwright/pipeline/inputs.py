@@ -50,7 +50,7 @@ def send_inputs(
 ) -> tuple[list[Microbatch], int]:
     """On pipeline rank 0: check and split the inputs, then send them to the group.
 
-    step: which step call this is.
+    step: the step function, in words.
     Raises: what is wrong with them, after telling the others, which raise the same.
     """
     others = list(range(1, runtime.size))
@@ -94,8 +94,8 @@ def receive_inputs(
         raise call
     if call.step != step:
         raise AgreementError(
-            f"ranks of a pipeline group are in different step calls: pipeline rank 0 in {call.step}, pipeline rank"
-            f" {runtime.rank} in {step}",
+            f"ranks of a pipeline group are in different step functions: pipeline rank 0 in {call.step},"
+            f" pipeline rank {runtime.rank} in {step}",
             remedy="make every rank of a pipeline group call the same step functions, equally often: no branches on"
             " torch.distributed.get_rank(), no loops over data of different length",
         )

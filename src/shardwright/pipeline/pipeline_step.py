@@ -49,7 +49,6 @@ class PipelineSteps:
         self.runtime = runtime
         self._kind: Kind = kind
         self._gradient_scale = gradient_scale
-        self._num_calls = 0
         self._tables: WeakKeyDictionary[Callable[..., Any], dict[Any, Timetable]] = WeakKeyDictionary()
 
     def run(
@@ -117,8 +116,7 @@ class PipelineSteps:
     ) -> tuple[list[Microbatch], int]:
         """This step's microbatches and random seed, of pipeline rank 0; other ranks must be in the same
         call."""
-        self._num_calls += 1
-        name = f"call {self._num_calls} of step functions, {getattr(function, '__name__', 'step')}()"
+        name = f"{getattr(function, '__name__', 'step')}()" + ("" if torch.is_grad_enabled() else " without gradients")
         if self.runtime.rank == 0:
             seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())
             return send_inputs(self.runtime, signature, split, args, kwargs, seed, name)

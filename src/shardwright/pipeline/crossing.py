@@ -82,10 +82,11 @@ class Crossing:
         for value in self.values:
             frame.fetch(value, self.owner)
         leaves = None
+        once = not unit.dynamic and unit.cache.is_new(key)
         if frame.rank == self.owner:
             outcome, leaves = self._run_here(native, known)
             if known is None:
-                self._announce(outcome)
+                self._announce(outcome, once)
             elif not outcome.agrees_with(known):
                 raise PipelineError(
                     f"module '{unit.name}' returned {outcome} where the same kind of call returned {known} before",
@@ -93,7 +94,7 @@ class Crossing:
                     remedy="mark it with smp.dynamic_shapes(module)",
                 )
         else:
-            outcome = known if known is not None else frame.announce(self.owner, None)
+            outcome = known if known is not None else frame.announce(self.owner, None, once=once)
         if known is not None:
             outcome = known
         elif not unit.dynamic:
@@ -107,7 +108,7 @@ class Crossing:
             return (self.root, self.keywords, self.contents, specs, unit.mode, ambient_key(self.frame.device.type),
                     self.frame.checkpointing > 0)  # fmt: skip
 
-    def _announce(self, outcome: UnitOutcome) -> None:
+    def _announce(self, outcome: UnitOutcome, once: bool) -> None:
         try:
             pickle.dumps(outcome)
         except Exception as error:
@@ -116,7 +117,7 @@ class Crossing:
                 where=self.frame.where(self.unit.name),
                 remedy="define the classes and keys that it returns at the top level of a module",
             ) from error
-        self.frame.announce(self.owner, outcome)
+        self.frame.announce(self.owner, outcome, once=once)
 
     # ------------------------------------------------------------------ on the owner
 
@@ -143,11 +144,7 @@ class Crossing:
             run = _checkpointed(native) if frame.checkpointing and torch.is_grad_enabled() else native
             return run(*parts[:num_args], **dict(zip(self.keywords, parts[num_args:], strict=True)))
 
-        try:
-            self.result, leaves = frame.run_here(call, self.values, rng.forked)
-        except Exception as error:
-            _name_in(error, frame, unit.name)
-            raise
+        self.result, leaves = frame.run_here(call, self.values, rng.forked)
         if unit.buffers:
             unit.runtime.refresh_buffers(unit.buffers)
         with torch._C.DisableTorchFunction():
@@ -357,12 +354,3 @@ def _checkpointed(native: Callable[..., Any]) -> Callable[..., Any]:
         return torch.utils.checkpoint.checkpoint(native, *args, use_reentrant=False, **kwargs)
 
     return run
-
-
-def _name_in(error: BaseException, frame: Frame, name: str) -> None:
-    """Remember the innermost place where an error of the user's code arose."""
-    if not hasattr(error, "shardwright_where"):
-        error.shardwright_where = name  # type: ignore[attr-defined]
-        note = getattr(error, "add_note", None)
-        if note is not None:
-            note(f"in module '{name}', microbatch {frame.index}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwright.errors import UsageError
+from shardwright.errors import AgreementError, UsageError
 from shardwright.pipeline import messages
 from shardwright.pipeline.containers import contents, is_dataclass_instance, with_contents
 from shardwright.pipeline.microbatch import Microbatch
@@ -42,6 +42,7 @@ class _Call:
     tensors: tuple[tuple[Spec, bool], ...]
     opaques: dict[int, Any]
     seed: int
+    step: str
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ class _Own:
 
 
 def send_inputs(
-    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, seed: int
+    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, seed: int, step: str
 ) -> tuple[list[Microbatch], int]:
     """On pipeline rank 0: check and split the inputs, then send them to the group.
 
+    step: the step function, in words.
     Raises: what is wrong with them, after telling the others, which raise the same.
     """
     others = list(range(1, runtime.size))
@@ -71,6 +73,7 @@ def send_inputs(
             tuple((spec_of(t), t.device.type == "cpu") for t in walker.tensors),
             {n: v for n, v in enumerate(walker.opaques) if is_data(v)},
             seed,
+            step,
         )
         data = _pack(call)
     except Exception as error:
@@ -97,13 +100,23 @@ def send_inputs(
 
 
 def receive_inputs(
-    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any
+    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, step: str
 ) -> tuple[list[Microbatch], int]:
-    """On the other pipeline ranks: take rank 0's inputs, and this rank's own modules and objects."""
+    """On the other pipeline ranks: take rank 0's inputs, and this rank's own modules and objects.
+
+    Raises: AgreementError if pipeline rank 0 is in another step function.
+    """
     call = messages.receive_value(runtime.wire, 0, _CHANNEL, lambda handle: handle.wait())
     if isinstance(call, Exception):
         raise call
     try:
+        if call.step != step:
+            raise AgreementError(
+                f"ranks of a pipeline group are in different step functions: pipeline rank 0 in {call.step},"
+                f" pipeline rank {runtime.rank} in {step}",
+                remedy="make every rank of a pipeline group call the same step functions, equally often: no branches"
+                " on torch.distributed.get_rank(), no loops over data of different length",
+            )
         return _take(runtime, call, split, args, kwargs), call.seed
     except Exception as error:
         context.world().board.report(error)

@@ -40,7 +40,8 @@ class Runtime:
     """One pipeline rank's view of the partitioned model.
 
     rank, size: of the pipeline group.   device: where this rank computes.
-    cost_s: estimated time of one forward call per unit name, equal on all ranks; only for the schedule.
+    cost: estimated cost of one forward call per unit name, equal on all ranks; only for the schedule.
+    module_names: name by id of every module of the model.   num_steps: steps begun.
     glue_cache: outcomes of glue ops by key.
     own: by id, the objects among this step's inputs that each rank has itself (see `inputs`).
     news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
@@ -55,7 +56,9 @@ class Runtime:
     wire: Wire
     registered: dict[int, Registered] = field(default_factory=dict)
     glue_cache: dict[Any, Any] = field(default_factory=dict)
-    cost_s: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    module_names: dict[int, str] = field(default_factory=dict)
+    num_steps: int = 0
     units: list[Any] = field(default_factory=list)
     own: dict[int, Any] = field(default_factory=dict)
     news: list[tuple[Any, Any, Any]] = field(default_factory=list)

@@ -93,6 +93,10 @@ class SpecCache:
             found = frame.told.get((id(self), key))
         return None if found is None or found.volatile else found
 
+    def is_new(self, key: Any) -> bool:
+        """Has no step before this one seen this kind of call? If so, the next one won't announce it again."""
+        return key not in self._known
+
     def told(self, key: Any, frame: Frame, outcome: UnitOutcome) -> None:
         """A call was announced in this microbatch."""
         frame.told[(id(self), key)] = outcome

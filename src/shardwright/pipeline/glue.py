@@ -331,6 +331,7 @@ def _change_registered(
         return []
 
     if frame.rank == registered.owner:
+        registered.before_change(frame.index)
         frame.run_here(change, values)
     frame.record(name, registered.owner, values, (), (), None, None)
     frame.forget_leaf(registered)

@@ -2,7 +2,7 @@
 
 `autograd.Function.apply` on placed tensors becomes one glue call that runs natively, with its `ctx`, on the rank that
 holds the data. `torch.utils.checkpoint` around glue becomes checkpointing of every unit called inside: nothing
-re-enters a transfer during backward. `torch.autograd.backward` is refused by name (`grad` is a torch function, and
+re-enters a transfer during backward. An assignment to a module's attribute counts for its microbatch (`overlay`). `torch.autograd.backward` is refused by name (`grad` is a torch function, and
 is refused in `glue_rules`).
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.autograd import Function
 
 from shardwright.errors import UnsupportedOperationError
@@ -25,6 +26,7 @@ _depth = 0
 _apply: Any = Function.__dict__["apply"]
 _plain_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _plain_backward: Callable[..., Any] = torch.autograd.backward
+_plain_setattr: Any = nn.Module.__setattr__
 _as_functions: dict[type, Callable[..., Any]] = {}
 
 
@@ -38,6 +40,7 @@ def installed() -> Iterator[None]:
             Function.apply = classmethod(_apply_in_glue)  # type: ignore[method-assign, assignment]
             torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue
             torch.autograd.backward = _backward_in_glue
+            nn.Module.__setattr__ = _setattr_in_glue  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -47,6 +50,15 @@ def installed() -> Iterator[None]:
                 Function.apply = _apply  # type: ignore[method-assign]
                 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _plain_generator
                 torch.autograd.backward = _plain_backward
+                nn.Module.__setattr__ = _plain_setattr  # type: ignore[method-assign]
+
+
+def _setattr_in_glue(module: nn.Module, name: str, value: Any) -> None:
+    frame = current_frame()
+    if frame is None:
+        _plain_setattr(module, name, value)
+    else:
+        frame.runtime.overlay.assign(frame.index, module, name, value, _plain_setattr)
 
 
 def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:

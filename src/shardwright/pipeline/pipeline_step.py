@@ -145,6 +145,7 @@ class PipelineSteps:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need
         them."""
         runtime = self.runtime
+        runtime.overlay.settle()
         for tensor in runtime.converted:
             aliasing.restore(tensor, _everywhere(runtime, tensor._value))
         runtime.converted.clear()

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwright.errors import UnsupportedOperationError
+from shardwright.pipeline.overlay import Overlay
+
 
 class Wire(Protocol):
     """Ordered messages between the ranks of the pipeline group; `to` and `source` are pp ranks.
@@ -26,6 +29,7 @@ class Registered:
     """A parameter or buffer of the model, and the stage that owns it.
 
     home: the module and key where a buffer is kept.
+    versions: what a buffer was before a microbatch of this step changed it in place in glue, as (microbatch, values).
     """
 
     name: str
@@ -33,6 +37,29 @@ class Registered:
     owner: int
     is_buffer: bool
     home: tuple[torch.nn.Module, str] | None = None
+    versions: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def seen_by(self, microbatch: int) -> torch.Tensor:
+        """The real tensor as this microbatch should see it: later ones may have changed it already."""
+        return next((old for changer, old in self.versions if changer > microbatch), self.tensor)
+
+    def before_change(self, microbatch: int) -> None:
+        """A microbatch is about to change the buffer in place: those before it keep what it was.
+
+        Called by: the owner. Raises: UnsupportedOperationError if a later microbatch has changed it already.
+        """
+        if not self.is_buffer:
+            return
+        if any(changer > microbatch for changer, _ in self.versions):
+            raise UnsupportedOperationError(
+                f"buffer '{self.name}' is changed by microbatch {microbatch} after a later microbatch has changed it",
+                remedy="change it once per call of the model, or inside a module that one stage owns",
+            )
+        with torch._C.DisableTorchFunction():
+            old = self.tensor.detach()
+            if not any(changer == microbatch for changer, _ in self.versions):
+                self.versions.append((microbatch, old))
+            self.tensor.data = old.clone()
 
 
 @dataclass(eq=False)
@@ -44,6 +71,7 @@ class Runtime:
     module_names: name by id of every module of the model.   num_steps: steps begun.
     glue_cache: outcomes of glue ops by key.
     own: by id, the objects among this step's inputs that each rank has itself (see `inputs`).
+    overlay: attributes of modules that this step's glue assigned.
     news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
     tied: ids of parameters that several modules have.
     gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
@@ -61,6 +89,7 @@ class Runtime:
     num_steps: int = 0
     units: list[Any] = field(default_factory=list)
     own: dict[int, Any] = field(default_factory=dict)
+    overlay: Overlay = field(default_factory=Overlay)
     news: list[tuple[Any, Any, Any]] = field(default_factory=list)
     converted: list[Any] = field(default_factory=list)
     tied: set[int] = field(default_factory=set)
@@ -86,11 +115,17 @@ class Runtime:
             by_cache.setdefault(cache, {})[key] = outcome
         for cache, news in by_cache.items():
             cache.learn(news)
-        self.news.clear()
+        self._end_step()
 
     def forget(self) -> None:
         """A step failed: ranks may have got differently far in it."""
+        self.overlay.undo()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self.news.clear()
+        for entry in self.registered.values():
+            entry.versions.clear()
 
     def refresh_buffers(self, homes: Iterable[tuple[str, torch.nn.Module, str]]) -> None:
         """After a unit ran here: buffers that it assigned anew are known under their new object."""

@@ -118,7 +118,7 @@ class Unit:
         return call_unit(frame, self, self._call, args, kwargs)
 
     def _demand_owner(self) -> None:
-        if self.runtime.rank != self.owner:
+        if self.has_state and self.runtime.rank != self.owner:
             raise UsageError(
                 f"module '{self.name}' was called outside a step on pipeline rank {self.runtime.rank}, but lives on"
                 f" pipeline rank {self.owner}",

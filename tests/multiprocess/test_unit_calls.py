@@ -445,11 +445,32 @@ class Counters(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts += 1
+        self.total = self.total + x.detach().mean(0)
         h = self.second(self.first(x))
-        self.total = self.total + h.detach().mean(0)
         self.seen = h.detach()
         self.num_calls += 1
         return h + self.total / self.counts + self.num_calls
+
+
+class CountsAtEnd(nn.Module):
+    """A statistic that each call takes up from the call before, after it has waited for another stage."""
+
+    total: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.in_place = in_place
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(self.first(x))
+        if self.in_place:
+            self.total += h.detach().mean(0)
+        else:
+            self.total = self.total + h.detach().mean(0)
+        return h + self.total
 
 
 def use_attributes(model: Any, x: Tensor) -> Any:
@@ -562,7 +583,7 @@ CASES = [
     Case("global_list_mixed", lambda: Chain(Block(), Block()), use_global, one_tensor, stages(0, 1), prepare=hook_globally, error="used in microbatch 0, which comes before it"),
     Case("pass_on", PassOn, train, one_tensor, {"same": 1, "drop": 1}, before_step=evaluate_mode),
     Case("in_place_units", InPlace, train, one_tensor, {"act": 1, "more": 1, "last": 1}, reordered="uses on two stages"),
-    Case("changed_arguments", GivesAway, train, one_tensor, {"inner": 1}),
+    Case("changed_arguments", GivesAway, train, one_tensor, {"inner": 1}, microbatches=1, reordered="uses on two stages"),
     Case("views", Flat, train, one_tensor, {"flatten": 1, "halves": 1, "act": 1}),
     Case("overlapping_results", Overlapping, train, one_tensor, {"inner": 1}),
     Case("changed_chunk", ChangesChunk, train, one_tensor, {"inner": 1}, error="in-place 'mul_' on a tensor whose memory is shared"),
@@ -575,6 +596,10 @@ CASES = [
     Case("virtual_stages_4", lambda: Chain(*(Block() for _ in range(8))), train, one_tensor, stages(0, 1, 2, 3, 0, 1, 2, 3), pp=4, microbatches=4, steps=3),
     Case("ff31_batch_norm", Norms, train, one_tensor, stages(0, 0, 1, 1), steps=4, before_step=last_step_in_eval),
     Case("ff32_buffers", Counters, use_attributes, one_tensor, {"second": 1}, steps=3, microbatches=4),
+    Case("statistic_serial", lambda: CountsAtEnd(False), train, one_tensor, {"second": 1}, steps=3, microbatches=4, config={"active_microbatches": 1}),
+    Case("statistic_serial_in_place", lambda: CountsAtEnd(True), train, one_tensor, {"second": 1}, steps=3, microbatches=4, config={"active_microbatches": 1}),
+    Case("statistic_mixed", lambda: CountsAtEnd(False), train, one_tensor, {"second": 1}, steps=3, microbatches=4, error="'total' is changed by microbatch 0 after microbatch"),
+    Case("changed_arguments_mixed", GivesAway, train, one_tensor, {"inner": 1}, error="'count' is changed by microbatch 0 after microbatch 1 has used it"),
     Case("freeze_and_thaw", lambda: Chain(Block(), Block()), train, one_tensor, stages(0, 1), before_step=freeze_and_thaw, steps=5),
     Case("eval_inside", lambda: Chain(BlockWithDropout(), BlockWithDropout()), train, one_tensor, stages(0, 1), before_step=eval_inside, steps=4),
     Case("eval_drop", DropOnly, train, one_tensor, {"inner": 1}, before_step=eval_drop, steps=4),

@@ -58,6 +58,10 @@ def _setattr_in_glue(module: nn.Module, name: str, value: Any) -> None:
     if frame is None:
         _plain_setattr(module, name, value)
     else:
+        if name in module._buffers:
+            registered = frame.runtime.registered.get(id(module._buffers[name]))
+            if registered is not None and registered.tensor is not value:
+                registered.check_order(frame.index)
         frame.runtime.overlay.assign(frame.index, module, name, value, _plain_setattr)
 
 

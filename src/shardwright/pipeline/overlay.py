@@ -29,8 +29,10 @@ class _Slot:
         self.by_microbatch: dict[int, Any] = {}
 
     def seen_by(self, microbatch: int) -> Any:
-        made = [i for i in self.by_microbatch if i <= microbatch]
-        return self.by_microbatch[max(made)] if made else self.before
+        for i in sorted(self.by_microbatch, reverse=True):
+            if i == microbatch or (i < microbatch and not callable(self.by_microbatch[i])):
+                return self.by_microbatch[i]
+        return self.before
 
     def put(self, value: Any) -> None:
         if value is _ABSENT:

@@ -30,6 +30,7 @@ class Registered:
 
     home: the module and key where a buffer is kept.
     versions: what a buffer was before a microbatch of this step changed it in place in glue, as (microbatch, values).
+    last_reader: the latest microbatch whose glue has read the buffer in this step.
     """
 
     name: str
@@ -38,28 +39,37 @@ class Registered:
     is_buffer: bool
     home: tuple[torch.nn.Module, str] | None = None
     versions: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    last_reader: int = -1
 
     def seen_by(self, microbatch: int) -> torch.Tensor:
         """The real tensor as this microbatch should see it: later ones may have changed it already."""
+        self.last_reader = max(self.last_reader, microbatch)
         return next((old for changer, old in self.versions if changer > microbatch), self.tensor)
 
     def before_change(self, microbatch: int) -> None:
         """A microbatch is about to change the buffer in place: those before it keep what it was.
 
-        Called by: the owner. Raises: UnsupportedOperationError if a later microbatch has changed it already.
+        Called by: the owner. Raises: UnsupportedOperationError if a later microbatch has used it already.
         """
         if not self.is_buffer:
             return
-        if any(changer > microbatch for changer, _ in self.versions):
-            raise UnsupportedOperationError(
-                f"buffer '{self.name}' is changed by microbatch {microbatch} after a later microbatch has changed it",
-                remedy="change it once per call of the model, or inside a module that one stage owns",
-            )
+        self.check_order(microbatch)
         with torch._C.DisableTorchFunction():
             old = self.tensor.detach()
             if not any(changer == microbatch for changer, _ in self.versions):
                 self.versions.append((microbatch, old))
             self.tensor.data = old.clone()
+
+    def check_order(self, microbatch: int) -> None:
+        """A microbatch is about to change the buffer, or to assign it anew."""
+        latest = max([self.last_reader, *(changer for changer, _ in self.versions)])
+        if latest > microbatch:
+            raise UnsupportedOperationError(
+                f"buffer '{self.name}' is changed by microbatch {microbatch} after microbatch {latest} has used it:"
+                " microbatches are in flight together",
+                remedy="change it at the start of the forward, or in a module that one stage owns; or set"
+                " active_microbatches to 1",
+            )
 
 
 @dataclass(eq=False)
@@ -126,6 +136,7 @@ class Runtime:
         self.news.clear()
         for entry in self.registered.values():
             entry.versions.clear()
+            entry.last_reader = -1
 
     def refresh_buffers(self, homes: Iterable[tuple[str, torch.nn.Module, str]]) -> None:
         """After a unit ran here: buffers that it assigned anew are known under their new object."""

@@ -163,7 +163,9 @@ def _is_hooked(attributes: dict[str, Any]) -> bool:
     """Has this module forward hooks, or a forward of its own, that Python code may be looking at?"""
     forward = attributes.get("forward")
     if forward is not None and not isinstance(forward, _ForwardBorder):
-        return True
+        plain = getattr(type(getattr(forward, "__self__", None)), "forward", None)
+        if getattr(forward, "__func__", forward) is not plain:  # a patch that was taken back leaves the method itself
+            return True
     for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
         if hooks and not all(any(test(hook) for test in harmless_hooks) for hook in hooks.values()):
             return True

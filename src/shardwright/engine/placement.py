@@ -82,6 +82,7 @@ def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Place
         else:
             entry.tensor.data = placeholder(entry.tensor)
         runtime.register(entry.name, entry.tensor, entry.owner, entry.home if entry.is_buffer else None)
+    runtime.module_names.update((id(module), name) for name, module in model.named_modules())
     runtime.tied.update(_tied(model))
     for unit in units_of(runtime, model, plan.stage_of):
         unit.install()
@@ -111,4 +112,4 @@ def _estimate_costs(runtime: Runtime, plan: PartitionPlan) -> None:
     sizes = {u.name: 1 + sum(p.numel() for p in u.parameters) for u in runtime.units}
     for unit in runtime.units:
         stage = plan.stages[unit.owner]
-        runtime.cost_s[unit.name] = stage.work / 3 * sizes[unit.name] / max(1, stage.num_parameters)
+        runtime.cost[unit.name] = stage.work / 3 * sizes[unit.name] / max(1, stage.num_parameters)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwright.errors import UsageError
+from shardwright.errors import AgreementError, UsageError
 from shardwright.pipeline import messages
 from shardwright.pipeline.containers import contents, with_contents
 from shardwright.pipeline.microbatch import Microbatch
@@ -35,6 +35,7 @@ class _Call:
     cells: tuple[Node, ...]
     tensors: tuple[tuple[Spec, bool], ...]
     seed: int
+    step: str
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ class _Own:
 
 
 def send_inputs(
-    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, seed: int
+    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, seed: int, step: str
 ) -> tuple[list[Microbatch], int]:
     """On pipeline rank 0: check and split the inputs, then send them to the group.
 
+    step: the step function, in words.
     Raises: what is wrong with them, after telling the others, which raise the same.
     """
     others = list(range(1, runtime.size))
@@ -63,6 +65,7 @@ def send_inputs(
             tuple(walker.contents),
             tuple((spec_of(t), t.device.type == "cpu") for t in walker.tensors),
             seed,
+            step,
         )
     except Exception as error:
         handles = messages.send_value(wire, error, others, _CHANNEL)
@@ -79,13 +82,23 @@ def send_inputs(
 
 
 def receive_inputs(
-    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any
+    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, step: str
 ) -> tuple[list[Microbatch], int]:
-    """On the other pipeline ranks: take rank 0's inputs, and this rank's own modules and objects."""
+    """On the other pipeline ranks: take rank 0's inputs, and this rank's own modules and objects.
+
+    Raises: AgreementError if pipeline rank 0 is in another step call.
+    """
     wire = runtime.wire
     call = messages.receive_value(wire, 0, _CHANNEL, lambda handle: handle.wait())
     if isinstance(call, Exception):
         raise call
+    if call.step != step:
+        raise AgreementError(
+            f"ranks of a pipeline group are in different step functions: pipeline rank 0 in {call.step},"
+            f" pipeline rank {runtime.rank} in {step}",
+            remedy="make every rank of a pipeline group call the same step functions, equally often: no branches on"
+            " torch.distributed.get_rank(), no loops over data of different length",
+        )
     handles = []
     for spec, on_cpu in call.tensors:
         device = torch.device("cpu") if on_cpu else runtime.device

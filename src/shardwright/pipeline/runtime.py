@@ -40,7 +40,8 @@ class Runtime:
     """One pipeline rank's view of the partitioned model.
 
     rank, size: of the pipeline group.   device: where this rank computes.
-    cost_s: estimated time of one forward call per unit name, equal on all ranks; only for the schedule.
+    cost: estimated cost of one forward call per unit name, equal on all ranks; only for the schedule.
+    module_names: name by id of every module of the model.   num_steps: steps begun.
     glue_cache: outcomes of glue ops by key.
     tied: ids of parameters that several modules have.
     gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
@@ -53,7 +54,9 @@ class Runtime:
     wire: Wire
     registered: dict[int, Registered] = field(default_factory=dict)
     glue_cache: dict[Any, Any] = field(default_factory=dict)
-    cost_s: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    module_names: dict[int, str] = field(default_factory=dict)
+    num_steps: int = 0
     units: list[Any] = field(default_factory=list)
     converted: list[Any] = field(default_factory=list)
     tied: set[int] = field(default_factory=set)

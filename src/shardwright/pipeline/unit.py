@@ -72,7 +72,7 @@ class Unit:
         self.module = module
         self.owner = owner
         self.outcomes: dict[Any, UnitOutcome] = {}
-        self.being_told: dict[Any, Frame] = {}
+        self.learned: dict[Any, int] = {}  # the step in which a key was first seen
         self._call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
     @property
@@ -219,40 +219,38 @@ class _Crossing:
     def run(self, native: Callable[..., Any]) -> Any:
         frame, unit = self.frame, self.unit
         key = self._key()
-        known = self._known(key)
+        learned = unit.learned.setdefault(key, frame.step)
+        known = self._known(key, learned)
         for value in self.values:
             frame.fetch(value, self.owner)
-        leaves = None
+        outcome, leaves = known, None
         if frame.rank == self.owner:
             outcome, leaves = self._run_here(native, known)
-            if known is None:
-                frame.announce(self.owner, outcome)
-            elif outcome != known:
+            if known is not None and outcome != known:
                 raise PipelineError(
-                    f"module '{unit.name}' returned {_words(outcome)} where the same kind of call before returned"
-                    f" {_words(known)}",
+                    f"module '{unit.name}' returned {_words(outcome)} where the same kind of call before"
+                    f" returned {_words(known)}",
                     where=frame.where(unit.name),
                     remedy="mark it with smp.dynamic_shapes(module)",
                 )
-        else:
-            outcome = known if known is not None else frame.announce(self.owner, None)
         if known is None:
-            unit.outcomes[key] = outcome
-            unit.being_told.pop(key, None)
+            once = learned == frame.step and not unit.dynamic
+            outcome = unit.outcomes[key] = frame.announce(self.owner, outcome, once=once)
+            frame.told.add((unit, key))
+        assert outcome is not None
         return self._settle(outcome, leaves)
 
-    def _known(self, key: Any) -> UnitOutcome | None:
+    def _known(self, key: Any, learned: int) -> UnitOutcome | None:
         """The cached outcome, or None if this call is announced; the same answer on all ranks.
 
-        The first microbatch with a new key is told; where a later one comes by before the news has arrived, it waits.
+        A key that is new in this step is announced in every microbatch: which of them comes by first differs from
+        rank to rank.
         """
-        unit = self.unit
-        if unit.dynamic:
-            return None
-        while key not in unit.outcomes and unit.being_told.setdefault(key, self.frame) is not self.frame:
-            self.frame.yield_turn()
+        unit, frame = self.unit, self.frame
         known = unit.outcomes.get(key)
-        return None if known is None or known.volatile else known
+        if known is None or known.volatile or unit.dynamic:
+            return None
+        return known if learned < frame.step or (unit, key) in frame.told else None
 
     def _key(self) -> Any:
         specs = tuple(
@@ -291,11 +289,7 @@ class _Crossing:
             run = _checkpointed(native) if frame.checkpointing and torch.is_grad_enabled() else native
             return run(*parts[:num_args], **dict(zip(self.keywords, parts[num_args:], strict=True)))
 
-        try:
-            self.result, leaves = frame.run_here(call, self.values, rng.forked)
-        except Exception as error:
-            _name_in(error, frame.where(unit.name))
-            raise
+        self.result, leaves = frame.run_here(call, self.values, rng.forked)
         if unit.buffers:
             unit.runtime.refresh_buffers(unit.buffers)
         after = Walker()
@@ -407,12 +401,6 @@ def _checkpointed(native: Callable[..., Any]) -> Callable[..., Any]:
         return torch.utils.checkpoint.checkpoint(native, *args, use_reentrant=False, **kwargs)
 
     return run
-
-
-def _name_in(error: BaseException, where: str) -> None:
-    """Remember the innermost place where an error of the user's code arose."""
-    if not hasattr(error, "shardwright_where"):
-        error.shardwright_where = where  # type: ignore[attr-defined]
 
 
 def _words(outcome: UnitOutcome) -> str:

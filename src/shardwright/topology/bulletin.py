@@ -112,6 +112,15 @@ class Bulletin:
         text = self._get(f"routes/{rank}")
         return [] if text is None else [(own, peer) for own, peer in json.loads(text)]
 
+    def publish(self, topic: str, rank: int, text: str) -> None:
+        """Write what others may want to know of this rank, under a topic."""
+        with self._reach() as store:
+            store.set(f"{topic}/{rank}", text)
+
+    def published(self, topic: str, rank: int) -> str | None:
+        """Return what a rank has published under a topic, if it has."""
+        return self._get(f"{topic}/{rank}")
+
     def _get(self, key: str) -> str | None:
         with self._reach() as store:
             return store.get(key).decode() if store.check([key]) else None

@@ -85,6 +85,18 @@ class Runtime:
                         self.replace(entry, tensor)
                         break
 
+    def tensors_changed(self) -> None:
+        """Parameters or buffers were cast: what units returned says nothing about what they will return."""
+        for entry in list(self.registered.values()):
+            if entry.home is not None:
+                module, key = entry.home
+                tensor = module._buffers.get(key)
+                if tensor is not None and tensor is not entry.tensor:
+                    self.replace(entry, tensor)
+        self.glue_cache.clear()
+        for unit in self.units:
+            unit.outcomes.clear()
+
 
 # Functions that return a mutable object which module hooks write to, or None; every unit treats it as an argument.
 ambient: list[Callable[[], Any]] = []

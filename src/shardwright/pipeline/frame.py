@@ -57,7 +57,7 @@ class Frame:
     program: what this microbatch made the ranks do, for the schedule.
     calls: the same in words, for agreement.
     strayed: it left the expected program.   finished: it came to its end.
-    told: kinds of unit calls that were announced in this microbatch.
+    told: outcomes of units that were announced in this microbatch, see `spec_cache`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Frame:
         self.gradient_scale = gradient_scale
         self.checkpointing = 0
         self.step = runtime.num_steps
-        self.told: set[Any] = set()
+        self.told: dict[Any, Any] = {}
         self.strayed = False
         self.finished = False
         self._expected = expected

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardwright.errors import AgreementError
 from shardwright.pipeline import agreement, aliasing, blame
 from shardwright.pipeline.executor import Executor
 from shardwright.pipeline.frame import Frame
@@ -105,8 +104,10 @@ class PipelineSteps:
             self._settle()
             agreement.check(runtime, executor.frames)
         except BaseException as error:
+            runtime.forget()
             self._fail(error, executor)
             raise
+        runtime.learn()
         self._learn(tables, key, executor.frames)
         sizes = [m.num_samples for m in microbatches]
         return results, None if any(s is None for s in sizes) else [s for s in sizes if s is not None]
@@ -117,14 +118,10 @@ class PipelineSteps:
         """This step's microbatches and random seed, of pipeline rank 0; other ranks must be in the same
         call."""
         name = f"{getattr(function, '__name__', 'step')}()" + ("" if torch.is_grad_enabled() else " without gradients")
+        seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())  # drawn by all: their streams stay alike
         if self.runtime.rank == 0:
-            seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())
             return send_inputs(self.runtime, signature, split, args, kwargs, seed, name)
-        try:
-            return receive_inputs(self.runtime, signature, split, args, kwargs, name)
-        except AgreementError as error:
-            context.world().board.report(error)
-            raise
+        return receive_inputs(self.runtime, signature, split, args, kwargs, name)
 
     def _order(self, count: int, table: Timetable | None) -> Order:
         rank, gated = self.runtime.rank, self._kind == "simple"
@@ -202,6 +199,7 @@ class _Published:
         self._root = walker.describe(result)
         self._cells = walker.cells
         self._contents = walker.contents
+        self._opaques = dict(enumerate(walker.opaques))
         self._result = result
         self._tensors: list[Any] = []
         for tensor in walker.tensors:
@@ -230,7 +228,7 @@ class _Published:
         if not self._placed:
             return self._result
         tensors = [t if isinstance(t, torch.Tensor) else t.wait() for t in self._tensors]
-        builder = Builder(tensors, self._cells, self._contents)
+        builder = Builder(tensors, self._cells, self._contents, self._opaques)
         for number in range(len(self._cells)):
             builder.write(number)
         return builder.value(self._root)

@@ -155,8 +155,7 @@ def test_a_rank_that_stops_answering_is_named_with_what_it_did_last(how: str) ->
 def timeout_in_a_collective() -> None:
     meet()
     if accessors.rank() == 2:
-        while True:
-            time.sleep(0.05)
+        time.sleep(60)  # can't be interrupted by an exception
     collectives.barrier("world", timeout_s=3)
 
 
@@ -166,6 +165,10 @@ def test_a_barrier_names_the_ranks_that_have_not_come() -> None:
         assert "barrier over world" in (outcomes[rank].error or "")
         assert "missing: rank 2" in (outcomes[rank].error or "")
         assert outcomes[rank].seconds < 3 + 5
+    # it is ended at last, and says why
+    assert outcomes[2].exit_code == 70
+    assert outcomes[2].seconds < 3 + 15
+    assert "ends here, for it can't be interrupted: RemoteRankError: rank" in (outcomes[2].error or "")
 
 
 def leave_early() -> None:

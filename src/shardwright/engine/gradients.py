@@ -11,6 +11,7 @@ from torch import nn
 from shardwright.data_parallel import sync
 from shardwright.data_parallel.join import Join
 from shardwright.data_parallel.reducer import GradientReducer
+from shardwright.pipeline.tape import in_parts
 from shardwright.topology import context
 
 Named = tuple[str, torch.Tensor]
@@ -56,7 +57,7 @@ class Gradients:
             self._reducer.register_comm_hook(*self._comm_hook)
         for _, parameter in parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._arrive)
+                parameter.register_post_accumulate_grad_hook(self.arrive)
 
     def register_comm_hook(self, hook_state: object, hook: Callable[..., Any]) -> None:
         if self._reducer is None:
@@ -88,7 +89,10 @@ class Gradients:
     def backward_called(self) -> None:
         self.has_gradients = True
 
-    def _arrive(self, parameter: nn.Parameter) -> None:
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """A parameter's `.grad` has grown: by one call, or by all calls of a microbatch that share it."""
+        if id(parameter) in in_parts:
+            return
         if not self._in_step or self._reducer is None or self._num_passes + 1 < self._passes_per_step:
             return
         count = self._arrived.get(parameter, 0) + 1

@@ -131,6 +131,7 @@ class DistributedModel(nn.Module):
             self._become_ready()
         else:
             runtime = Runtime(world.coordinates.pp, self._num_stages, world.device, placement.PipelineWire())
+            runtime.gradient_arrived = self._gradients.arrive
             self.pipeline = PipelineSteps(runtime, world.config.pipeline, self._scale)
 
     # ------------------------------------------------------------------ training

@@ -82,10 +82,22 @@ def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Place
         else:
             entry.tensor.data = placeholder(entry.tensor)
         runtime.register(entry.name, entry.tensor, entry.owner, entry.home if entry.is_buffer else None)
+    runtime.tied.update(_tied(model))
     for unit in units_of(runtime, model, plan.stage_of):
         unit.install()
     _estimate_costs(runtime, plan)
     return table
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """Ids of parameters that more than one module has."""
+    seen: set[int] = set()
+    tied: set[int] = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                (tied if id(parameter) in seen else seen).add(id(parameter))
+    return tied
 
 
 def placeholder(tensor: torch.Tensor) -> torch.Tensor:

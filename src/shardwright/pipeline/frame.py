@@ -7,7 +7,7 @@ the same program on all ranks; what differs is only who holds what.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from shardwright.topology import context, rng
 
 if TYPE_CHECKING:
     from shardwright.pipeline.runtime import Registered, Runtime
+    from shardwright.pipeline.unit import Unit
 
 
 class Handle(Protocol):
@@ -74,6 +75,7 @@ class Frame:
         self._num_values = 0
         self._leaves: dict[int, PlacedTensor] = {}
         self._sent: list[Handle] = []
+        self._unit_entries: dict[str, list[Entry]] = {}
 
     # ------------------------------------------------------------------ values
 
@@ -106,14 +108,14 @@ class Frame:
         mine = self.rank == registered.owner
         value = self.new_value(spec, registered.owner, real.detach() if mine else None)
         if wants_grad:
-            parameter = registered.tensor
+            parameter = cast(torch.nn.Parameter, registered.tensor)
 
             def accumulate(gradient: torch.Tensor) -> None:
                 torch.autograd.backward(parameter, gradient)
 
-            self.tape.record(
-                Entry(registered.name, registered.owner, (), (value.id,), ((),), sink=accumulate), [value]
-            )
+            entry = Entry(registered.name, registered.owner, (), (value.id,), ((),), sink=accumulate)
+            entry.shared = (parameter,)
+            self.tape.record(entry, [value])
         placed = PlacedTensor.of(value)
         self._leaves[id(registered)] = placed
         return placed
@@ -185,7 +187,7 @@ class Frame:
         depends: Sequence[tuple[int, ...]],
         results: Sequence[torch.Tensor] | None,
         leaves: Sequence[torch.Tensor] | None,
-        after: Callable[[], None] | None = None,
+        unit: Unit | None = None,
     ) -> list[Value]:
         """Enter a call that was made: its result values, and its entry if a gradient can flow through it."""
         values = []
@@ -203,13 +205,24 @@ class Frame:
                 tuple(inputs[p].id for p in positions),
                 tuple(v.id for v in values),
                 tuple(tuple(place[p] for p in d if p in place) for d in depends),
-                after=after,
             )
             if results is not None and leaves is not None:
+                if unit is not None:
+                    self._share(entry, unit)
                 entry.leaves = [leaves[p] for p in positions]
                 entry.roots = [_root(t) for t in results]
             self.tape.record(entry, values)
         return values
+
+    def _share(self, entry: Entry, unit: Unit) -> None:
+        """Mark the parameters that this call has in common with other calls of the microbatch."""
+        earlier = self._unit_entries.setdefault(unit.name, [])
+        earlier.append(entry)
+        if len(earlier) > 1:
+            for one in earlier:
+                one.shared = unit.trainable
+        else:
+            entry.shared = unit.tied
 
     # ------------------------------------------------------------------ backward
 
@@ -260,6 +273,9 @@ class Frame:
     def backward_runs(self, entry: Entry) -> None:
         seconds = 2 * self.runtime.cost_s.get(entry.label, 0.0)
         self.program.append(Event("call", entry.owner, seconds=seconds))
+
+    def gradient_arrived(self, parameter: torch.nn.Parameter) -> None:
+        self.runtime.gradient_arrived(parameter)
 
     def send_gradient(self, tensor: torch.Tensor, to: int) -> None:
         self.send(tensor.contiguous(), to)

@@ -42,7 +42,8 @@ class Runtime:
     rank, size: of the pipeline group.   device: where this rank computes.
     cost_s: estimated time of one forward call per unit name, equal on all ranks; only for the schedule.
     glue_cache: outcomes of glue ops by key.
-    after_unit_backward: called on the owner with (unit, frame) when the backward of one call of the unit is done.
+    tied: ids of parameters that several modules have.
+    gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
     converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
     """
 
@@ -55,7 +56,8 @@ class Runtime:
     cost_s: dict[str, float] = field(default_factory=dict)
     units: list[Any] = field(default_factory=list)
     converted: list[Any] = field(default_factory=list)
-    after_unit_backward: Callable[[Any, Any], None] = lambda unit, frame: None
+    tied: set[int] = field(default_factory=set)
+    gradient_arrived: Callable[[torch.nn.Parameter], None] = lambda parameter: None
 
     def register(
         self, name: str, tensor: torch.Tensor, owner: int, home: tuple[torch.nn.Module, str] | None = None

@@ -22,6 +22,7 @@ from torch import nn
 
 from shardwright.errors import PipelineError, UnsupportedOperationError, UsageError
 from shardwright.pipeline import aliasing, derive
+from shardwright.pipeline.glue import choose_rank
 from shardwright.pipeline.placed import PlacedTensor, Value, current_frame
 from shardwright.pipeline.runtime import Runtime, ambient, harmless_hooks
 from shardwright.pipeline.spec import Spec, ambient_key, spec_of
@@ -84,6 +85,15 @@ class Unit:
         return tuple(self.module.parameters())
 
     @functools.cached_property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        return tuple(p for p in self.parameters if p.requires_grad)
+
+    @functools.cached_property
+    def tied(self) -> tuple[nn.Parameter, ...]:
+        """Trainable parameters that modules outside may use as well."""
+        return tuple(p for p in self.trainable if id(p) in self.runtime.tied)
+
+    @functools.cached_property
     def buffers(self) -> list[tuple[str, nn.Module, str]]:
         """(full name, module, key) of every buffer inside."""
         return [
@@ -91,6 +101,11 @@ class Unit:
             for path, m in self.module.named_modules(prefix=self.name)
             for key in m._buffers
         ]
+
+    @functools.cached_property
+    def has_state(self) -> bool:
+        """Does it hold parameters or buffers? If not, a call runs where its data is."""
+        return bool(self.parameters or self.buffers)
 
     @functools.cached_property
     def _inner(self) -> list[dict[str, Any]]:
@@ -178,7 +193,7 @@ def call_unit(frame: Frame, unit: Unit, native: Callable[..., Any], args: Any, k
         if collector is not None:
             walker.describe(collector)
     crossing = _Crossing(frame, unit, walker, root, tuple(kwargs))
-    if not crossing.operands and not unit.parameters and not unit.buffers and not walker.cells:
+    if not crossing.operands and not unit.has_state and not walker.cells:
         return unit._run_as_glue(args, kwargs)  # the same everywhere: nothing to place
     return crossing.run(native)
 
@@ -196,6 +211,7 @@ class _Crossing:
         self.originals: list[Any] = [_lift(frame, t) for t in walker.tensors]
         self.operands = [i for i, t in enumerate(self.originals) if type(t) is PlacedTensor]
         self.values: list[Value] = [aliasing.resolve(frame, self.originals[i]) for i in self.operands]
+        self.owner = unit.owner if unit.has_state or not self.values else choose_rank(self.values)
         self.result: Any = None
         self.made_tensors: list[torch.Tensor] = []
         self.made_cells: list[Any] = []
@@ -205,12 +221,12 @@ class _Crossing:
         key = self._key()
         known = self._known(key)
         for value in self.values:
-            frame.fetch(value, unit.owner)
+            frame.fetch(value, self.owner)
         leaves = None
-        if frame.rank == unit.owner:
+        if frame.rank == self.owner:
             outcome, leaves = self._run_here(native, known)
             if known is None:
-                frame.announce(unit.owner, outcome)
+                frame.announce(self.owner, outcome)
             elif outcome != known:
                 raise PipelineError(
                     f"module '{unit.name}' returned {_words(outcome)} where the same kind of call before returned"
@@ -219,7 +235,7 @@ class _Crossing:
                     remedy="mark it with smp.dynamic_shapes(module)",
                 )
         else:
-            outcome = known if known is not None else frame.announce(unit.owner, None)
+            outcome = known if known is not None else frame.announce(self.owner, None)
         if known is None:
             unit.outcomes[key] = outcome
             unit.being_told.pop(key, None)
@@ -351,10 +367,9 @@ class _Crossing:
     def _settle(self, outcome: UnitOutcome, leaves: Any) -> Any:
         """Record the call, and put placed tensors where its results and changes are."""
         frame, unit = self.frame, self.unit
-        results = self.made_tensors if frame.rank == unit.owner else None
+        results = self.made_tensors if frame.rank == self.owner else None
         made = frame.record(
-            unit.name, unit.owner, self.values, outcome.specs, outcome.depends, results, leaves,
-            after=lambda: unit.runtime.after_unit_backward(unit, frame),
+            unit.name, self.owner, self.values, outcome.specs, outcome.depends, results, leaves, unit
         )  # fmt: skip
         placed = [PlacedTensor.of(value) for value in made]
         for tensor, shared in zip(placed, outcome.alias, strict=True):
@@ -367,9 +382,9 @@ class _Crossing:
             target._value = placed[new - len(self.originals)]._value
             target._version_count += 1
             target._untracked = None
-        cells = self.made_cells if frame.rank == unit.owner else self.cells
+        cells = self.made_cells if frame.rank == self.owner else self.cells
         builder = Builder([*self.originals, *placed], cells, outcome.contents)
-        for number in range(len(cells)) if frame.rank == unit.owner else outcome.changed:
+        for number in range(len(cells)) if frame.rank == self.owner else outcome.changed:
             builder.write(number)
         return builder.value(outcome.root)
 

@@ -88,7 +88,13 @@ class Groups:
         world = self._process_groups["world"]
         for group in self.all():
             if group is not world:
-                dist.destroy_process_group(group)
+                destroy_group(group)
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a process group, unless the script has destroyed all of them already."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def build_groups(

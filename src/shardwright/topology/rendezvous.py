@@ -16,6 +16,7 @@ from shardwright.errors import CommunicationTimeout
 from shardwright.topology.bulletin import Bulletin
 from shardwright.topology.devices import DeviceChoice, choose_device
 from shardwright.topology.environment import ProcessEnvironment, detect
+from shardwright.topology.groups import destroy_group
 from shardwright.topology.sockets import ConnectionRecord
 
 _served: dict[str, dist.Store] = {}
@@ -30,7 +31,6 @@ class Rendezvous:
 
     local_ranks: of every rank.   world_group: all ranks.
     bulletin: for the failure board.   store_rank: the rank whose process serves its store, None if no rank's.
-    owns_default: whether torch's default group was made here.
     """
 
     rank: int
@@ -41,16 +41,11 @@ class Rendezvous:
     bulletin: Bulletin
     store_rank: int | None
     world_group: dist.ProcessGroup
-    owns_default: bool
     connections: ConnectionRecord = field(default_factory=ConnectionRecord)
 
     def close(self) -> None:
-        """Destroy the world's group, if it was made here."""
-        if dist.is_initialized():
-            if self.owns_default:
-                dist.destroy_process_group()
-            else:
-                dist.destroy_process_group(self.world_group)
+        """Destroy the world's group; if it is torch's default one, all others with it."""
+        destroy_group(self.world_group)
 
 
 def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[int], None]) -> Rendezvous:
@@ -87,7 +82,7 @@ def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[i
         ) from error
     group = dist.group.WORLD
     assert group is not None
-    return _finish(here.rank, here.size, here, devices, config, environ, store, group, True, connections)
+    return _finish(here.rank, here.size, here, devices, config, environ, store, group, connections)
 
 
 def _adopt(
@@ -104,7 +99,7 @@ def _adopt(
     with connections.recording():
         group = dist.new_group(list(range(size)), timeout=timeout, group_desc="shardwright_world")
     store = dist.PrefixStore(f"shardwright/{_num_meetings}", dist.distributed_c10d._get_default_store())
-    return _finish(rank, size, here, None, config, environ, store, group, False, connections)
+    return _finish(rank, size, here, None, config, environ, store, group, connections)
 
 
 def _finish(
@@ -116,7 +111,6 @@ def _finish(
     environ: Mapping[str, str],
     store: dist.Store,
     group: dist.ProcessGroup,
-    owns_default: bool,
     connections: ConnectionRecord,
 ) -> Rendezvous:
     local_ranks, local_size = _exchange_local_ranks(rank, size, here, group)
@@ -134,7 +128,6 @@ def _finish(
         bulletin=bulletin,
         store_rank=store_rank,
         world_group=group,
-        owns_default=owns_default,
         connections=connections,
     )
 

@@ -39,10 +39,10 @@ class ConnectionRecord:
         """
         before = _open_descriptors()
         yield
-        for descriptor in sorted(_open_descriptors() - before):
-            connection = _connected_socket(descriptor)
+        for descriptor, inode in sorted(_open_descriptors().items()):
+            connection = None if before.get(descriptor) == inode else _connected_socket(descriptor)
             if connection is not None:
-                self._originals[descriptor] = os.fstat(descriptor).st_ino
+                self._originals[descriptor] = inode
                 self._sockets[_route(connection)] = connection
 
     def routes(self) -> list[Route]:
@@ -97,13 +97,16 @@ class ConnectionRecord:
         self.close()
 
 
-def _open_descriptors() -> set[int]:
-    for folder in _FD_FOLDERS:
+def _open_descriptors() -> dict[int, int]:
+    """Return the open file descriptors with their inodes."""
+    folder = next((folder for folder in _FD_FOLDERS if os.path.isdir(folder)), None)
+    found: dict[int, int] = {}
+    for name in os.listdir(folder) if folder is not None else ():
         try:
-            return {int(name) for name in os.listdir(folder) if name.isdigit()}
-        except OSError:
-            continue
-    return set()
+            found[int(name)] = os.fstat(int(name)).st_ino
+        except (OSError, ValueError):
+            pass  # the folder's own descriptor, closed by now
+    return found
 
 
 def _connected_socket(descriptor: int) -> socket.socket | None:

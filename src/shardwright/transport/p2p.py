@@ -87,7 +87,8 @@ class Sent:
         """
         work, self._work = self._work, None
         if work is not None:
-            wait_for(work, self._board, self._doing, (self._dst,))
+            on_device = self._memory is not None and self._memory.is_cuda
+            wait_for(work, self._board, self._doing, (self._dst,), on_device=on_device)
         self._memory = None
 
 
@@ -121,7 +122,8 @@ class Received:
         """
         work, self._work = self._work, None
         if work is not None:
-            wait_for(work, self._board, self._doing, (self._src,))
+            on_device = self._memory.is_cuda and self._staged is None
+            wait_for(work, self._board, self._doing, (self._src,), on_device=on_device)
             if self._staged is not None:
                 self._memory.copy_(self._staged)
                 self._staged = None
@@ -204,7 +206,7 @@ def post_send(
         try:
             work = over.send([memory], dst if peer is None else peer, tag)
         except RuntimeError as error:
-            raise here.board.wrap_comm_error(error, ranks=(dst,), doing=doing) from error
+            here.board.raise_comm_error(error, ranks=(dst,), doing=doing)
     return Sent(work, memory, dst, doing, here.board)
 
 
@@ -227,16 +229,25 @@ def post_receive(
     try:
         return over.recv([memory], src if peer is None else peer, tag)
     except RuntimeError as error:
-        raise here.board.wrap_comm_error(error, ranks=(src,), doing=doing) from error
+        here.board.raise_comm_error(error, ranks=(src,), doing=doing)
 
 
-def wait_for(work: dist.Work, board: FailureBoard, doing: str, ranks: Sequence[int]) -> None:
-    """Wait for a message or collective, no longer than `timeout_s`; errors say which ranks did what."""
+def wait_for(
+    work: dist.Work, board: FailureBoard, doing: str, ranks: Sequence[int], *, on_device: bool = False
+) -> None:
+    """Wait for a message or collective, no longer than `timeout_s`; errors say which ranks did what.
+
+    on_device: carried by NCCL. Then only the current stream waits, and NCCL's own watchdog bounds the wait:
+    to give a bound here would make this thread wait for the device.
+    """
     board.waiting(doing, ranks)
     try:
-        work.wait(board.patience)
+        if on_device:
+            work.wait()
+        else:
+            work.wait(board.patience)
     except RuntimeError as error:
-        raise board.wrap_comm_error(error) from error
+        board.raise_comm_error(error)
     board.answered()
 
 

@@ -15,7 +15,7 @@ from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline import messages
 from shardwright.pipeline.placed import PlacedTensor, Value, native
 from shardwright.pipeline.schedule import Event, strays
-from shardwright.pipeline.spec import Spec, contiguous_stride, for_wire, spec_of, wire_stride
+from shardwright.pipeline.spec import Spec, carries_grad, contiguous_stride, for_wire, spec_of, wire_stride
 from shardwright.pipeline.streams import Streams, torch_forked
 from shardwright.pipeline.tape import Entry, Tape, gradient_spec
 from shardwright.topology import context, rng
@@ -365,6 +365,7 @@ class Frame:
 
 def _root(result: torch.Tensor) -> Any:
     """What backward needs of a result: its place in the graph, without keeping its memory."""
-    if not result.requires_grad:
+    if not carries_grad(result):
         return None
-    return torch.autograd.graph.get_gradient_edge(result)
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(result)

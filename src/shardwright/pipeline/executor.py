@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from shardwright.pipeline.frame import Frame
 from shardwright.pipeline.schedule import Policy, Waiting, choose
+from shardwright.pipeline.shared import SharedUses
 from shardwright.topology import context
 
 # The main thread looks up from its wait this often, so that a failure elsewhere can interrupt it.
@@ -58,6 +59,7 @@ class Executor:
         self._error: BaseException | None = None
         self.frames: list[Frame] = []
         self._results: dict[int, Any] = {}
+        self.uses = SharedUses()
 
     def run(self) -> list[Any]:
         """Run all microbatches; returns what `body` returned for each, in order. Raises what one of them raised."""
@@ -98,6 +100,7 @@ class Executor:
 
     def forward_done(self, frame: Frame) -> None:
         """With "simple": wait until every microbatch of this rank is done with forward."""
+        self.uses.forward_ends(frame.index)
         if self._gate and frame.index not in self._at_gate:
             self._at_gate.add(frame.index)
             self.wait_turn(frame)
@@ -138,6 +141,7 @@ class Executor:
                 self._error = error
             self._cancel()
         self._num_done += 1
+        self.uses.ends(index)
         self._at_gate.add(index)  # without a backward it never comes to the gate
         if self._error is not None:
             if not self._waiting:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwright.errors import RemoteRankError, ShardwrightError
-from shardwright.pipeline import agreement, aliasing
+from shardwright.pipeline import agreement, aliasing, shared
 from shardwright.pipeline.executor import Executor
 from shardwright.pipeline.frame import Frame
 from shardwright.pipeline.glue import GlueMode
@@ -119,13 +119,13 @@ class PipelineSteps:
         for tensor in runtime.converted:
             aliasing.restore(tensor, _everywhere(runtime, tensor._value))
         runtime.converted.clear()
-        for registered in [r for r in runtime.registered.values() if r.is_buffer and r.home is not None]:
+        for registered in shared.step_ends(runtime):
+            assert registered.home is not None
             module, name = registered.home
-            now = module._buffers.get(name)
-            if type(now) is PlacedTensor:
-                real = _everywhere(runtime, now._value).detach().clone()
-                module._buffers[name] = real
-                runtime.replace(registered, real)
+            now: Any = module._buffers[name]
+            real = _everywhere(runtime, now._value).detach().clone()
+            module._buffers[name] = real
+            runtime.replace(registered, real)
 
     def _fail(self, error: BaseException) -> None:
         """Tell the other ranks, unless they raise the same by themselves."""

@@ -23,8 +23,9 @@ from torch import nn
 from shardwright.errors import PipelineError, UnsupportedOperationError, UsageError
 from shardwright.pipeline import aliasing, derive
 from shardwright.pipeline.glue import choose_rank
+from shardwright.pipeline.operands import lifted
 from shardwright.pipeline.placed import PlacedTensor, Value, current_frame
-from shardwright.pipeline.runtime import Runtime, ambient, harmless_hooks
+from shardwright.pipeline.runtime import Registered, Runtime, ambient, harmless_hooks
 from shardwright.pipeline.spec import Spec, ambient_key, spec_of
 from shardwright.topology import rng
 from shardwright.transport.structure import Builder, Node, Skeleton, Walker
@@ -101,6 +102,12 @@ class Unit:
             for path, m in self.module.named_modules(prefix=self.name)
             for key in m._buffers
         ]
+
+    @functools.cached_property
+    def registered_buffers(self) -> list[Registered]:
+        """What glue knows of the buffers inside."""
+        names = {name for name, _, _ in self.buffers}
+        return [r for r in self.runtime.registered.values() if r.is_buffer and r.name in names]
 
     @functools.cached_property
     def has_state(self) -> bool:
@@ -208,7 +215,7 @@ class _Crossing:
         self.keywords = keywords
         self.cells = walker.cells
         self.contents = tuple(walker.contents)
-        self.originals: list[Any] = [_lift(frame, t) for t in walker.tensors]
+        self.originals: list[Any] = [lifted(frame, t) for t in walker.tensors]
         self.operands = [i for i, t in enumerate(self.originals) if type(t) is PlacedTensor]
         self.values: list[Value] = [aliasing.resolve(frame, self.originals[i]) for i in self.operands]
         self.owner = unit.owner if unit.has_state or not self.values else choose_rank(self.values)
@@ -383,21 +390,12 @@ class _Crossing:
             target._version_count += 1
             target._untracked = None
         cells = self.made_cells if frame.rank == self.owner else self.cells
+        for buffer in unit.registered_buffers:
+            frame.forget_leaf(buffer)
         builder = Builder([*self.originals, *placed], cells, outcome.contents)
         for number in range(len(cells)) if frame.rank == self.owner else outcome.changed:
             builder.write(number)
         return builder.value(outcome.root)
-
-
-def _lift(frame: Frame, tensor: torch.Tensor) -> Any:
-    if type(tensor) is PlacedTensor:
-        return tensor
-    registered = frame.runtime.registered.get(id(tensor))
-    if registered is not None:
-        return frame.parameter_leaf(registered)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return frame.script_leaf(tensor)
-    return tensor
 
 
 def _checkpointed(native: Callable[..., Any]) -> Callable[..., Any]:

@@ -152,9 +152,7 @@ class Tape:
                 elif entry.owner == me:
                     _accumulate(gradients, value, mover.receive_gradient(self.specs[value], rank))
 
-    def _run(
-        self, entry: Entry, gradients: dict[int, torch.Tensor], mover: Mover, partials: _Partials
-    ) -> None:
+    def _run(self, entry: Entry, gradients: dict[int, torch.Tensor], mover: Mover, partials: _Partials) -> None:
         found = [(i, gradients.pop(v)) for i, v in enumerate(entry.outputs) if v in gradients]
         if not found:
             return

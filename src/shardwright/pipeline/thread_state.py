@@ -22,8 +22,7 @@ class ThreadState:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardwright.errors import AgreementError
-from shardwright.pipeline import agreement, aliasing, blame
+from shardwright.pipeline import agreement, aliasing, blame, shared
 from shardwright.pipeline.executor import Executor
 from shardwright.pipeline.frame import Frame
 from shardwright.pipeline.glue import GlueMode
@@ -102,11 +101,13 @@ class PipelineSteps:
             results = [p.collect() for p in published]
             for frame in executor.frames:
                 frame.settle_sends()
-            self._settle()
+            self._settle(executor.frames)
             agreement.check(runtime, executor.frames)
         except BaseException as error:
+            runtime.forget()
             self._fail(error, executor)
             raise
+        runtime.learn()
         self._learn(tables, key, executor.frames)
         sizes = [m.num_samples for m in microbatches]
         return results, None if any(s is None for s in sizes) else [s for s in sizes if s is not None]
@@ -117,14 +118,10 @@ class PipelineSteps:
         """This step's microbatches and random seed, of pipeline rank 0; other ranks must be in the same
         call."""
         name = f"{getattr(function, '__name__', 'step')}()" + ("" if torch.is_grad_enabled() else " without gradients")
+        seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())  # drawn by all: their streams stay alike
         if self.runtime.rank == 0:
-            seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())
             return send_inputs(self.runtime, signature, split, args, kwargs, seed, name)
-        try:
-            return receive_inputs(self.runtime, signature, split, args, kwargs, name)
-        except AgreementError as error:
-            context.world().board.report(error)
-            raise
+        return receive_inputs(self.runtime, signature, split, args, kwargs, name)
 
     def _order(self, count: int, table: Timetable | None) -> Order:
         rank, gated = self.runtime.rank, self._kind == "simple"
@@ -142,20 +139,20 @@ class PipelineSteps:
             active = context.world().config.active_microbatches
             tables[key] = make_timetable(self._kind, programs[0], len(frames), active, self.runtime.size)
 
-    def _settle(self) -> None:
+    def _settle(self, frames: Sequence[Frame]) -> None:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need
         them."""
         runtime = self.runtime
-        for tensor in runtime.converted:
-            aliasing.restore(tensor, _everywhere(runtime, tensor._value))
-        runtime.converted.clear()
-        for registered in [r for r in runtime.registered.values() if r.is_buffer and r.home is not None]:
+        for frame in sorted(frames, key=lambda f: f.index):
+            for tensor in frame.converted:
+                aliasing.restore(tensor, _everywhere(runtime, tensor._value))
+        for registered in shared.step_ends(runtime):
+            assert registered.home is not None
             module, name = registered.home
-            now = module._buffers.get(name)
-            if type(now) is PlacedTensor:
-                real = _everywhere(runtime, now._value).detach().clone()
-                module._buffers[name] = real
-                runtime.replace(registered, real)
+            now: Any = module._buffers[name]
+            real = _everywhere(runtime, now._value).detach().clone()
+            module._buffers[name] = real
+            runtime.replace(registered, real)
 
     def _fail(self, error: BaseException, executor: Executor) -> None:
         """Tell the other ranks; if ranks wait for each other in vain, find out whether they run different
@@ -200,6 +197,7 @@ class _Published:
         self._root = walker.describe(result)
         self._cells = walker.cells
         self._contents = walker.contents
+        self._opaques = dict(enumerate(walker.opaques))
         self._result = result
         self._tensors: list[Any] = []
         for tensor in walker.tensors:
@@ -228,7 +226,7 @@ class _Published:
         if not self._placed:
             return self._result
         tensors = [t if isinstance(t, torch.Tensor) else t.wait() for t in self._tensors]
-        builder = Builder(tensors, self._cells, self._contents)
+        builder = Builder(tensors, self._cells, self._contents, self._opaques)
         for number in range(len(self._cells)):
             builder.write(number)
         return builder.value(self._root)

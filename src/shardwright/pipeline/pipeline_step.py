@@ -128,9 +128,7 @@ class PipelineSteps:
         if table is not None:
             return Order(count, turns=table.turns[rank], gated=gated)
         active = context.world().config.active_microbatches
-        return Order(
-            count, limit=cautious_limit(self._kind, count, active, rank, self.runtime.size), gated=gated
-        )
+        return Order(count, limit=cautious_limit(self._kind, count, active, rank, self.runtime.size), gated=gated)
 
     def _learn(self, tables: dict[Any, Timetable], key: Any, frames: Sequence[Frame]) -> None:
         """Plan the next step of this kind, if its program is the same for all microbatches."""

@@ -162,7 +162,7 @@ def sizes_from_ordinary_numbers(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     return loss, {"shapes": str(shapes)}
 
 
-@case
+@case(reordered="a value used on several stages sums its gradients by stage")
 def sizes_from_placed_numbers(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x))
     n = (h > 0).sum().clamp(1, 5)

@@ -116,7 +116,7 @@ class PipelineSteps:
     def _settle(self) -> None:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need them."""
         runtime = self.runtime
-        for tensor in runtime.converted:
+        for _, tensor in sorted(runtime.converted.items(), key=lambda item: item[0]):
             aliasing.restore(tensor, _everywhere(runtime, tensor._value))
         runtime.converted.clear()
         for registered in shared.step_ends(runtime):

@@ -48,7 +48,8 @@ class Runtime:
     glue_cache: outcomes of glue ops by key.
     tied: ids of parameters that several modules have.
     gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
-    converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
+    converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`), by microbatch
+        and value.
     """
 
     rank: int
@@ -59,7 +60,7 @@ class Runtime:
     glue_cache: dict[Any, Any] = field(default_factory=dict)
     cost_s: dict[str, float] = field(default_factory=dict)
     units: list[Any] = field(default_factory=list)
-    converted: list[Any] = field(default_factory=list)
+    converted: dict[tuple[int, int], Any] = field(default_factory=dict)
     tied: set[int] = field(default_factory=set)
     gradient_arrived: Callable[[torch.nn.Parameter], None] = lambda parameter: None
 

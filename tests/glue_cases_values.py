@@ -519,6 +519,16 @@ def functions_of_functions(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     return finish(m, h * row + mapped, y)
 
 
+@case(slow=True)
+def compiled_functions(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    def twice(t: Tensor) -> Tensor:
+        return torch.tanh(t) * 2 + t.sum() * m.scale
+
+    f = m.notes.setdefault("compiled", torch.compile(twice, backend="eager"))
+    inside = m.notes.setdefault("module", torch.compile(Gain(), backend="eager"))
+    return finish(m, inside(f(m.b(m.a(x)))) + f(x), y)
+
+
 class Gain(torch.nn.Module):
     """Not part of the model: made in glue."""
 

@@ -106,4 +106,4 @@ def step_ends(runtime: Runtime) -> list[Registered]:
             entry.changed = False
         else:
             entry.steady.add(module.training)
-    return assigned
+    return sorted(assigned, key=lambda entry: entry.name)

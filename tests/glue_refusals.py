@@ -38,7 +38,6 @@ REFUSALS: dict[str, str] = {
     "torch.vmap(lambda t: t * 2)(h)": "torch.func",
     "torch.vmap(lambda t: t * h[0])(x)": "'getitem'",
     "torch.func.jvp(torch.sin, (h,), (h,))": "torch.func",
-    "torch.jit.trace(F.softsign, x)(h)": "torch.jit",
     "copy.deepcopy(h)": "deepcopy",
     "copy.copy(h)": "pickling",
     "pickle.dumps(h)": "pickling",

@@ -1,7 +1,7 @@
 """Calls that bypass torch functions, caught while a step over several stages runs.
 
 `autograd.Function.apply` on placed tensors becomes one glue call that runs natively, with its `ctx`, on the rank that
-holds the data. `torch.utils.checkpoint` around glue becomes checkpointing of every unit called inside: nothing
+holds the data; so does a function compiled by `torch.jit`. `torch.utils.checkpoint` around glue becomes checkpointing of every unit called inside: nothing
 re-enters a transfer during backward. `torch.autograd.backward` is refused by name (`grad` is a torch function, and
 is refused in `glue_rules`). A compiled function called in glue runs as it was written, as glue; inside units it stays
 compiled.
@@ -30,7 +30,8 @@ _plain_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_withou
 _plain_backward: Callable[..., Any] = torch.autograd.backward
 _plain_compile: Callable[..., Any] = torch.compile
 _plain_callback: Callable[..., Any] | None = None
-_as_functions: dict[type, Callable[..., Any]] = {}
+_plain_script: Callable[..., Any] = torch._C.ScriptFunction.__call__
+_as_functions: dict[Any, Callable[..., Any]] = {}
 
 
 @contextmanager
@@ -44,6 +45,7 @@ def installed() -> Iterator[None]:
             torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue
             torch.autograd.backward = _backward_in_glue
             torch.compile = _compile_in_step
+            torch._C.ScriptFunction.__call__ = _script_in_glue
             _watch_compiled()
     try:
         yield
@@ -55,6 +57,7 @@ def installed() -> Iterator[None]:
                 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _plain_generator
                 torch.autograd.backward = _plain_backward
                 torch.compile = _plain_compile
+                torch._C.ScriptFunction.__call__ = _plain_script
                 _unwatch_compiled()
 
 
@@ -69,19 +72,26 @@ def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:
             return function(*inputs)
         finally:
             frame.checkpointing -= 1
-    return handle_torch_function(_as_function(cls), (), *args, **kwargs)
+    function = _as_function(cls, f"{cls.__name__}.apply", _apply.__func__)
+    return handle_torch_function(function, (), *args, **kwargs)
 
 
-def _as_function(cls: type) -> Callable[..., Any]:
-    """`cls.apply` as one function object per class, with the class's name."""
-    known = _as_functions.get(cls)
+def _script_in_glue(script: Any, *args: Any, **kwargs: Any) -> Any:
+    if current_frame() is None:
+        return _plain_script(script, *args, **kwargs)
+    return handle_torch_function(_as_function(script, script.name, _plain_script), (), *args, **kwargs)
+
+
+def _as_function(owner: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(owner, ...)` as one function object per owner, so that outcomes can be kept by it."""
+    known = _as_functions.get(owner)
     if known is None:
 
-        def apply(*args: Any, **kwargs: Any) -> Any:
-            return _apply.__func__(cls, *args, **kwargs)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return call(owner, *args, **kwargs)
 
-        apply.__name__ = f"{cls.__name__}.apply"
-        known = _as_functions[cls] = apply
+        function.__name__ = name
+        known = _as_functions[owner] = function
     return known
 
 

@@ -69,11 +69,11 @@ def raise_on_one(how: str) -> None:
     [
         "receive",
         "receive from the failing rank",
-        "send",
         "barrier",
-        "all_reduce",
-        "recv_from",
         "python",
+        pytest.param("send", marks=pytest.mark.heavy),
+        pytest.param("all_reduce", marks=pytest.mark.heavy),
+        pytest.param("recv_from", marks=pytest.mark.heavy),
     ],
 )
 def test_an_exception_reaches_every_rank(how: str) -> None:
@@ -108,8 +108,15 @@ def kill_one(victim: int, how: str) -> None:
     block(how)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("how", ["others", "barrier"])
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        (2, "others"),
+        (0, "barrier"),
+        pytest.param(0, "others", marks=pytest.mark.heavy),
+        pytest.param(2, "barrier", marks=pytest.mark.heavy),
+    ],
+)
 def test_a_killed_rank_is_named_by_all(victim: int, how: str) -> None:
     outcomes = run(4, kill_one, victim, how)
     for rank, outcome in enumerate(outcomes):
@@ -137,7 +144,7 @@ def stop_answering(how: str) -> None:
     p2p.irecv(torch.empty(4), waits_for, 7).wait()
 
 
-@pytest.mark.parametrize("how", ["python", "stopped"])
+@pytest.mark.parametrize("how", ["python", pytest.param("stopped", marks=pytest.mark.heavy)])
 def test_a_rank_that_stops_answering_is_named_with_what_it_did_last(how: str) -> None:
     outcomes = run(4, stop_answering, how, config={**CONFIG, "timeout_s": 4}, grace_s=8)
     first = min((o for o in outcomes if o.error), key=lambda o: o.seconds)

@@ -133,7 +133,7 @@ def reshape(frame: Frame, label: str, step: Callable[[Any], Any], target: Placed
     """Change the shape of an object in place: it becomes a view of what it was, and shares its changes."""
     from shardwright.pipeline.glue import apply
 
-    if any(t is target for t in frame.runtime.converted.values()):
+    if any(t is target for t in frame.converted):
         raise UnsupportedOperationError(
             f"in-place '{label}' on an ordinary tensor that a placed one was written into",
             where=frame.where("glue"),
@@ -187,7 +187,7 @@ def convert(frame: Frame, tensor: torch.Tensor, label: str) -> PlacedTensor:
     tensor.__class__ = PlacedTensor
     adopt(tensor, value)
     if not made_here:
-        frame.runtime.converted[(frame.index, value.id)] = tensor
+        frame.converted.append(tensor)
     return tensor  # type: ignore[return-value]
 
 

@@ -23,7 +23,7 @@ from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline import aliasing, glue_rules
 from shardwright.pipeline.derive import CannotDeriveError, ChangesOperandError, NotDenseError, Outcome, derive, describe
 from shardwright.pipeline.operands import Keyed, gather, lift, swap, tensors_of
-from shardwright.pipeline.placed import PlacedTensor, Value, current_frame, native
+from shardwright.pipeline.placed import PlacedTensor, Value, current_frame, glue_off
 from shardwright.pipeline.spec import ambient_key, carries_grad, spec_of
 from shardwright.transport.structure import Builder
 
@@ -44,7 +44,7 @@ class GlueMode(TorchFunctionMode):
         return run(frame, func, args, kwargs or {})
 
 
-native.glue_mode = GlueMode
+glue_off.mode = GlueMode
 
 
 def run(frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

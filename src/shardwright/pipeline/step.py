@@ -1,7 +1,7 @@
 """The step decorator: split the inputs, run the body once per microbatch, collect what it returns.
 
-With one pipeline stage a step is a loop over microbatches on plain modules. With more, every rank of the pipeline
-group runs the body on the inputs of pipeline rank 0 (see `pipeline_step`).
+With one pipeline stage a step is a loop over microbatches on plain modules. With more, every rank of the
+pipeline group runs the body on the inputs of pipeline rank 0 (see `pipeline_step`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class Driver(Protocol):
 
 
 _driver: Driver | None = None
+_driver_world: object = None
 _active = threading.Event()
 
 
 def set_driver(driver: Driver | None) -> None:
-    """Let the engine's model take part in steps (None: no model)."""
-    global _driver
-    _driver = driver
+    """Let the engine's model take part in the steps of this world (None: no model)."""
+    global _driver, _driver_world
+    _driver, _driver_world = driver, context.world().groups if driver is not None else None
 
 
 def step_is_active() -> bool:
@@ -58,9 +59,10 @@ class StepFunction:
     """A decorated function. Calling it runs a step; it is not a method even in a class body.
 
     Called by: every rank of the world, with the same function in the same order.
-    Returns: the body's nesting with a StepOutput for each tensor and a list for each other leaf, on every rank.
-    Raises: ShapeError if a batch does not divide into microbatches (a step that calls no backward may be uneven),
-        on all ranks of the pipeline group, before anything is sent.
+    Returns: the body's nesting with a StepOutput for each tensor and a list for each other leaf, on every
+    rank.
+    Raises: ShapeError if a batch does not divide into microbatches (a step that calls no backward may be
+        uneven), on all ranks of the pipeline group, before anything is sent.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class StepFunction:
                 remedy="call plain functions from a step body",
             )
         world = context.world()
-        driver = _driver
+        driver = _driver if _driver_world is world.groups else None
         pipeline = driver.pipeline if driver is not None else None
         if pipeline is None and world.config.pipeline_parallel_degree > 1:
             raise UsageError(
@@ -99,7 +101,9 @@ class StepFunction:
             if pipeline is None:
                 results, weights = self._loop(driver, args, kwargs)
             else:
-                results, weights = pipeline.run(self._function, self._signature, self._split, driver, args, kwargs)
+                results, weights = pipeline.run(
+                    self._function, self._signature, self._split, driver, args, kwargs
+                )
             if driver is not None:
                 driver.step_ends()
         except BaseException:
@@ -114,7 +118,13 @@ class StepFunction:
         config = context.world().config
         uneven = not torch.is_grad_enabled()
         return split_arguments(
-            self._signature, args, kwargs, config.microbatches, self._non_split, self._axes, allow_uneven=uneven
+            self._signature,
+            args,
+            kwargs,
+            config.microbatches,
+            self._non_split,
+            self._axes,
+            allow_uneven=uneven,
         )
 
     def _loop(self, driver: Driver | None, args: Any, kwargs: Any) -> tuple[list[Any], list[int] | None]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwright.errors import PipelineError
+from shardwright.pipeline import blame
 from shardwright.pipeline.placed import Value
 from shardwright.pipeline.spec import Spec, contiguous_stride
 
@@ -57,8 +58,6 @@ class Mover(Protocol):
     def send_gradient(self, tensor: torch.Tensor, to: int) -> None: ...
 
     def receive_gradient(self, spec: Spec, source: int) -> torch.Tensor: ...
-
-    def where(self, label: str) -> str: ...
 
 
 @dataclass
@@ -118,9 +117,7 @@ class Tape:
             entry.used = True
             self._collect(entry, wanted, gradients, contributors, mover)
             for position, source in enumerate(entry.inputs):
-                if any(
-                    position in entry.depends[i] for i, v in enumerate(entry.outputs) if v in wanted
-                ):
+                if any(position in entry.depends[i] for i, v in enumerate(entry.outputs) if v in wanted):
                     contributors.setdefault(source, set()).add(entry.owner)
             mover.backward_runs(entry)
             if entry.owner == me:
@@ -166,15 +163,14 @@ class Tape:
             if entry.sink is not None:
                 entry.sink(found[0][1])
             else:
-                assert entry.roots is not None and entry.leaves is not None
+                assert entry.roots is not None
+                assert entry.leaves is not None
                 torch.autograd.backward([entry.roots[i] for i, _ in found], [g for _, g in found])
                 for value, leaf in zip(entry.inputs, entry.leaves, strict=True):
                     if leaf.grad is not None:
                         _accumulate(gradients, value, leaf.grad)
         except Exception as error:
-            note = getattr(error, "add_note", None)
-            if note is not None:
-                note(f"in the backward of {mover.where(entry.label)}")
+            blame.set_place(error, f"backward of {entry.label}")
             raise
         finally:
             entry.roots = entry.leaves = None

@@ -26,7 +26,7 @@ from typing import NoReturn
 from shardwright.errors import CommunicationTimeout, LostRankError, RemoteRankError, ShardwrightError
 from shardwright.log import get_logger
 from shardwright.topology import diagnosis
-from shardwright.topology.bulletin import Bulletin, Event, Sign
+from shardwright.topology.bulletin import Bulletin, Event, Sign, StoreGoneError
 from shardwright.topology.sockets import ConnectionRecord
 from shardwright.topology.watch import Watcher
 
@@ -166,6 +166,26 @@ class FailureBoard:
         """Raise the failure of another rank, if there is one."""
         if self.failure is not None:
             raise self.error_of(self.failure)
+
+    @property
+    def failure_is_timeout(self) -> bool:
+        """Is the failure, here or elsewhere, a wait that ran out of time?"""
+        return self.failure is not None and self.failure.reason.startswith(CommunicationTimeout.__name__)
+
+    def publish(self, topic: str, text: str) -> None:
+        """Let other ranks read what may explain a failure."""
+        if self._bulletin is not None:
+            try:
+                self._bulletin.publish(topic, self.rank, text)
+            except StoreGoneError:
+                pass  # nobody is left who could read it
+
+    def published(self, topic: str, rank: int) -> str | None:
+        """Return what a rank has published under a topic; None if it hasn't, or can't be asked."""
+        try:
+            return None if self._bulletin is None else self._bulletin.published(topic, rank)
+        except StoreGoneError:
+            return None
 
     def wrap_comm_error(
         self,

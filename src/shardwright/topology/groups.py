@@ -103,6 +103,7 @@ def build_groups(
     world: dist.ProcessGroup,
     *,
     timeout: timedelta,
+    backend: str,
     device_type: str,
     num_channels: int = 0,
 ) -> Groups:
@@ -118,7 +119,11 @@ def build_groups(
         ranks = tuple(table.group(axis, rank))
         if ranks not in made:
             made[ranks] = dist.new_group(
-                list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=f"shardwright_{axis}"
+                list(ranks),
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"shardwright_{axis}",
             )
         process_groups[axis] = made[ranks]
     # NCCL connects two ranks when they first exchange something; until then such a group is only a name.
@@ -126,6 +131,7 @@ def build_groups(
         dist.new_group(
             table.group("pp", rank),
             timeout=timeout,
+            backend=backend,
             use_local_synchronization=True,
             group_desc=f"shardwright_channel_{channel}",
         )

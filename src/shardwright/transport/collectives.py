@@ -7,7 +7,7 @@ no communication. Where several ranks share a CUDA device, tensors pass through 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from shardwright.transport.p2p import wait_for
 
 Op = Literal["sum", "max", "min", "product"]
 
-_OPS: Final = {
+_OPS: Final[dict[Op, Any]] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,

@@ -25,6 +25,7 @@ from shardwright.topology.failure import FailureBoard
 
 FIRST_CHANNEL_TAG: Final = 1 << 16
 """Tags from here on are channels of `isend`; lower ones belong to `transport.objects`."""
+_SIZE_BITS: Final = 12
 
 
 class HasSpec(Protocol):
@@ -143,7 +144,7 @@ def isend(tensor: Tensor, dst: int, channel: int) -> Sent:
     if memory.is_cuda:
         group, peer, tag = _channel(here, dst, channel)
         return post_send(here, memory, dst, tag, doing, group=group, peer=peer)
-    return post_send(here, memory, dst, FIRST_CHANNEL_TAG + channel, doing)
+    return post_send(here, memory, dst, _tag(channel, memory), doing)
 
 
 def irecv(what: HasSpec | Tensor, src: int, channel: int) -> Received:
@@ -166,7 +167,7 @@ def irecv(what: HasSpec | Tensor, src: int, channel: int) -> Received:
         work = post_receive(here, memory, src, tag, doing, group=group, peer=peer)
         return Received(work, tensor, memory, None, src, doing, here.board)
     staged = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True) if memory.is_cuda else None
-    work = post_receive(here, memory if staged is None else staged, src, FIRST_CHANNEL_TAG + channel, doing)
+    work = post_receive(here, memory if staged is None else staged, src, _tag(channel, memory), doing)
     return Received(work, tensor, memory, staged, src, doing, here.board)
 
 
@@ -254,6 +255,16 @@ def wait_for(
 def _channel(here: context.World, rank: int, channel: int) -> tuple[dist.ProcessGroup, int, int]:
     """Return the communicator of a channel, the rank's place in it, and the (unused) tag."""
     return here.groups.channel_group(channel), here.groups.ranks("pp").index(rank), 0
+
+
+def _tag(channel: int, memory: Tensor) -> int:
+    """Return the tag of a message on gloo: its channel, and a hash of its size.
+
+    If two ranks disagree on what comes next, the receiver waits in vain, and that can be explained; gloo itself would
+    abort the process when a message is larger than expected, and say nothing when it is smaller.
+    """
+    nbytes = memory.numel() * memory.element_size()
+    return FIRST_CHANNEL_TAG + (channel << _SIZE_BITS) + (nbytes * 0x9E3779B1 >> 8) % (1 << _SIZE_BITS)
 
 
 def _check_peer(here: context.World, rank: int) -> None:

@@ -48,6 +48,18 @@ def test_every_connection_is_found_however_descriptors_are_numbered(server: sock
             far.close()
 
 
+def test_the_stores_connections_are_left_out(server: socket.socket) -> None:
+    record = ConnectionRecord(ignored_port=server.getsockname()[1])
+    with record.recording():
+        near, far = connect(server)
+    assert record.routes() == []
+    record.cut()
+    near.sendall(b"x")
+    assert far.recv(1) == b"x"
+    near.close()
+    far.close()
+
+
 def test_a_closed_peer_is_seen_once_even_behind_unread_data(server: socket.socket) -> None:
     record = ConnectionRecord()
     near, far = connect(server)

@@ -79,7 +79,7 @@ def numpy_array(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x))
     a = h.detach().numpy()
     b = np.asarray(h.detach())
-    c = np.array(h.detach().cpu())
+    c = np.array(h.detach().cpu().numpy())
     mean = float(np.mean(h.detach().cpu().numpy()))
     back = torch.from_numpy(a * 2)
     tensor = torch.tensor(h.tolist()) + torch.as_tensor(b)
@@ -162,7 +162,7 @@ def sizes_from_ordinary_numbers(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     return loss, {"shapes": str(shapes)}
 
 
-@case
+@case(reordered="a value used on several stages sums its gradients by stage")
 def sizes_from_placed_numbers(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x))
     n = (h > 0).sum().clamp(1, 5)
@@ -517,6 +517,26 @@ def functions_of_functions(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     row = torch.func.grad(lambda t: (t * t).sum())(weight)
     mapped = torch.vmap(lambda t: t * 2)(x)
     return finish(m, h * row + mapped, y)
+
+
+def tanh_of_product(t: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(t * w) * 2
+
+
+@case
+def script_function(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    traced = m.notes.setdefault("traced", torch.jit.trace(tanh_of_product, (x, x)))
+    return finish(m, traced(m.b(m.a(x)), m.scale) + traced(x, x), y)
+
+
+@case(slow=True)
+def compiled_functions(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    def twice(t: Tensor) -> Tensor:
+        return torch.tanh(t) * 2 + t.sum() * m.scale
+
+    f = m.notes.setdefault("compiled", torch.compile(twice, backend="eager"))
+    inside = m.notes.setdefault("module", torch.compile(Gain(), backend="eager"))
+    return finish(m, inside(f(m.b(m.a(x)))) + f(x), y)
 
 
 class Gain(torch.nn.Module):

@@ -163,10 +163,11 @@ def become(target: PlacedTensor, fresh: PlacedTensor) -> None:
 def convert(frame: Frame, tensor: torch.Tensor, label: str) -> PlacedTensor:
     """An ordinary tensor is changed in place by a placed one: from now on it is placed itself.
 
-    Every rank holds its value. When the step ends it is an ordinary tensor again, with the new value everywhere.
-    One that this microbatch didn't make may be shared by others, which take turns.
+    Every rank holds its value. One that this microbatch didn't make may be shared by others, which take turns; when
+    the step ends it is an ordinary tensor again, with the new value everywhere.
     """
-    if not frame.made(tensor):
+    made_here = frame.made(tensor)
+    if not made_here:
         frame.in_order(tensor)
         if type(tensor) is PlacedTensor:  # by a microbatch before this one
             return tensor
@@ -185,7 +186,8 @@ def convert(frame: Frame, tensor: torch.Tensor, label: str) -> PlacedTensor:
         tensor.fill_(float("nan"))  # whoever reads it in a way that can't be seen shall not find the old value
     tensor.__class__ = PlacedTensor
     adopt(tensor, value)
-    frame.converted.append(tensor)
+    if not made_here:
+        frame.converted.append(tensor)
     return tensor  # type: ignore[return-value]
 
 

@@ -46,6 +46,10 @@ class ChangesOperandError(Exception):
     """The op writes to an operand."""
 
 
+class NotDenseError(Exception):
+    """The op returns a tensor that is not an array in memory (sparse, nested): it can't be sent or described."""
+
+
 class CannotDeriveError(Exception):
     """The op's result depends on values, or has no fake version: its holder must tell."""
 
@@ -64,7 +68,7 @@ def fake_mode() -> FakeTensorMode:
 def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: torch.device) -> Outcome:
     """Run `run` on fake operands of these specs and describe what comes out.
 
-    Raises: ChangesOperandError; CannotDeriveError for whatever else: the real run on the holder then tells, or raises
+    Raises: ChangesOperandError; NotDenseError; CannotDeriveError for whatever else: the real run on the holder then tells, or raises
         the real error.
     """
     state = torch.get_rng_state()
@@ -80,7 +84,7 @@ def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: to
             if versions != [f._version for f in fakes]:
                 raise ChangesOperandError
         return describe(result, fakes)
-    except ChangesOperandError:
+    except (ChangesOperandError, NotDenseError):
         raise
     except Exception as error:
         raise CannotDeriveError(str(error)) from error
@@ -89,10 +93,13 @@ def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: to
 
 
 def describe(result: Any, operands: Sequence[torch.Tensor]) -> Outcome:
-    """Describe the result of a run on `operands` (fake ones, or the leaves of a real run)."""
+    """Describe the result of a run on `operands` (fake ones, or the leaves of a real run). Raises: NotDenseError."""
     walker = Walker()
     root = walker.describe(result)
     tensors = walker.tensors
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise NotDenseError(str(tensor.layout))
     return Outcome(
         walker.skeleton(root),
         tuple(spec_of(t) for t in tensors),

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline import aliasing, glue_rules
-from shardwright.pipeline.derive import CannotDeriveError, ChangesOperandError, Outcome, derive, describe
+from shardwright.pipeline.derive import CannotDeriveError, ChangesOperandError, NotDenseError, Outcome, derive, describe
 from shardwright.pipeline.operands import Keyed, gather, lift, swap, tensors_of
-from shardwright.pipeline.placed import PlacedTensor, Value, current_frame, native
+from shardwright.pipeline.placed import PlacedTensor, Value, current_frame, glue_off
 from shardwright.pipeline.spec import ambient_key, carries_grad, spec_of
 from shardwright.transport.structure import Builder
 
@@ -44,7 +44,7 @@ class GlueMode(TorchFunctionMode):
         return run(frame, func, args, kwargs or {})
 
 
-native.glue_mode = GlueMode
+glue_off.mode = GlueMode
 
 
 def run(frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,6 +75,8 @@ def run(frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         remedy = "draw from the default generator, which is the same on all ranks"
     if peek_interpreter_stack() is not None:
         remedy = "use torch.func and vmap inside one module, or on tensors that don't come from the model"
+    if glue_rules.keeps_statistics(func, args, kwargs):
+        remedy = "use the nn.Module of it: it changes its running statistics, which have one owner"
     if remedy is not None:
         raise UnsupportedOperationError(
             f"'{name}' on a tensor that is placed on a pipeline stage", where=frame.where("glue"), remedy=remedy
@@ -218,6 +220,8 @@ def _outcome(
             outcome = None
     except ChangesOperandError:
         raise _changes_operand(frame, name) from None
+    except NotDenseError as error:
+        raise _not_dense(frame, name, error) from None
     except CannotDeriveError:
         outcome = None
     if full_key is not None:
@@ -272,17 +276,13 @@ class _Opaque:
 
 def _describe(frame: Frame, name: str, result: Any, leaves: Sequence[torch.Tensor]) -> Any:
     """The outcome to announce: a description of tensors, or a Python value."""
-    tensors = tensors_of(result)
-    if any(t.layout is not torch.strided for t in tensors):
-        raise UnsupportedOperationError(
-            f"'{name}' returned a tensor of layout {tensors[0].layout}",
-            where=frame.where("glue"),
-            remedy="use sparse tensors inside one module, and return dense ones",
-        )
-    outcome = describe(result, leaves)
+    try:
+        outcome = describe(result, leaves)
+    except NotDenseError as error:
+        raise _not_dense(frame, name, error) from None
     if outcome.skeleton.opaque is None:
         return outcome
-    if tensors:
+    if tensors_of(result):
         raise UnsupportedOperationError(
             f"'{name}' returned a {type(result).__name__} that holds tensors in a form that can't be seen",
             where=frame.where("glue"),
@@ -313,4 +313,12 @@ def _changes_operand(frame: Frame, name: str) -> UnsupportedOperationError:
         f"'{name}' changes an operand in place in a way that can't be followed",
         where=frame.where("glue"),
         remedy="clone() the operand inside it, or put it into an nn.Module that runs on one stage",
+    )
+
+
+def _not_dense(frame: Frame, name: str, error: NotDenseError) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        f"'{name}' returned a tensor of layout {error}",
+        where=frame.where("glue"),
+        remedy="use such tensors inside one module, and return dense ones",
     )

@@ -221,6 +221,19 @@ def in_place_target(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
+_STATISTICS = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
+
+
+def keeps_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does this call write to the running statistics that it was given? Torch doesn't count it as a change."""
+    flag = _STATISTICS.get(func)
+    if flag is None:
+        return False
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    return bool(given.arguments[flag]) and given.arguments["running_mean"] is not None
+
+
 def plain_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Indices whose shape is known beforehand: ordinary bool tensors as the positions where they are true, ordinary
     numbers in slices as Python's."""

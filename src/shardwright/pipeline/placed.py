@@ -130,27 +130,36 @@ def enter_frame(frame: Frame | None) -> None:
     _local.frame = frame
 
 
-class native:
-    """While open, this thread runs real code on real tensors: units and ops on the rank that owns them.
+class glue_off:  # noqa: N801 - reads as a statement: `with glue_off():`
+    """While open, this thread's calls go straight to torch: for real code, and for our own between its calls."""
 
-    The glue mode is taken off, so that real code doesn't pay for it.
-    """
+    __slots__ = ("_mode",)
 
-    __slots__ = ("_before", "_mode")
+    mode: ClassVar[type | None] = None
 
-    glue_mode: ClassVar[type | None] = None
+    def __enter__(self) -> None:
+        depth = _len_torch_function_stack()
+        on_top = depth > 0 and type(_get_function_stack_at(depth - 1)) is glue_off.mode
+        self._mode = _pop_torch_function_stack() if on_top else None
+
+    def __exit__(self, *exc: object) -> None:
+        if self._mode is not None:
+            _push_on_torch_function_stack(self._mode)
+
+
+class native(glue_off):
+    """While open, this thread runs real code on real tensors: units and ops on the rank that owns them."""
+
+    __slots__ = ("_before",)
 
     def __enter__(self) -> None:
         self._before = _local.native
         _local.native = True
-        depth = _len_torch_function_stack()
-        on_top = depth > 0 and type(_get_function_stack_at(depth - 1)) is native.glue_mode
-        self._mode = _pop_torch_function_stack() if on_top else None
+        super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         _local.native = self._before
-        if self._mode is not None:
-            _push_on_torch_function_stack(self._mode)
+        super().__exit__(*exc)
 
 
 _ALWAYS_ALLOWED = {torch.Tensor.__hash__}

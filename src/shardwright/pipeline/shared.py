@@ -50,7 +50,18 @@ class SharedUses:
 
 
 def resolve_foreign(frame: Frame, placed: PlacedTensor) -> Any:
-    """A tensor of another microbatch, in the state in which that one left it: the object to read."""
+    """A tensor of another microbatch, in the state in which that one left it: the object to read.
+
+    Raises if it comes from a later microbatch of the step: something kept outside was overwritten meanwhile.
+    """
+    other = placed._value.frame
+    if other.uses is frame.uses and other.index > frame.index:
+        raise UnsupportedOperationError(
+            f"microbatch {frame.index} found a tensor of microbatch {other.index} where its own was kept (an attribute of"
+            " a module, a global): microbatches are in flight together",
+            where=frame.where("glue"),
+            remedy="pass tensors on as arguments and results",
+        )
     buffer = _buffer_at(frame.runtime, placed)
     frame.in_order(placed if buffer is None else buffer)
     if buffer is not None and buffer.home is not None:
@@ -95,4 +106,4 @@ def step_ends(runtime: Runtime) -> list[Registered]:
             entry.changed = False
         else:
             entry.steady.add(module.training)
-    return assigned
+    return sorted(assigned, key=lambda entry: entry.name)

@@ -52,6 +52,7 @@ class Join:
     Not for
     tensor parallelism: its peers exchange activations inside the step, which a rank without data can't.
 
+    reducers: those of this rank; some may be added to the list while inside, during a first step.
     divide_by_initial_world_size: True divides by the full number of replicas, so that every sample weighs the
         same over the epoch; False by the number of ranks that still have data.
     throw_on_early_termination: raise UnevenInputsError on all ranks as soon as one runs out of data.
@@ -69,8 +70,8 @@ class Join:
         throw_on_early_termination: bool = False,
         enable: bool = True,
     ) -> None:
-        self._reducers = list(reducers)
-        self._overlap_outside = [r.overlap for r in self._reducers]
+        self._reducers = reducers
+        self._paused: list[GradientReducer] = []
         self._final_sync = final_sync
         self._shadow_buffers = shadow_buffers
         self._axis = axis
@@ -91,6 +92,11 @@ class Join:
             )
 
     @property
+    def is_open(self) -> bool:
+        """True between enter and exit, unless it was made with `enable=False`."""
+        return self._entered
+
+    @property
     def source(self) -> int:
         """The lowest rank within the axis that has data in the current step."""
         return self._active[0]
@@ -103,9 +109,15 @@ class Join:
     def __enter__(self) -> Join:
         if self._enable:
             self._entered = True
-            for reducer in self._reducers:
-                reducer.overlap = False
+            self._pause_overlap()
         return self
+
+    def _pause_overlap(self) -> None:
+        """Reducers that appear while inside (a model partitioned in its first step) are paused in time, too."""
+        for reducer in self._reducers:
+            if reducer.overlap:
+                reducer.overlap = False
+                self._paused.append(reducer)
 
     def on_step_start(self) -> None:
         """Tell the others that this rank has data for one more step.
@@ -114,6 +126,7 @@ class Join:
         Raises: UnevenInputsError if a rank has ended and `throw_on_early_termination` is set.
         """
         if self._entered:
+            self._pause_overlap()
             self._exchange_active(has_data=True)
 
     def reduce(self, wants: bool) -> bool:
@@ -136,8 +149,9 @@ class Join:
                 self._shadow()
         finally:
             self._entered = False
-            for reducer, overlap in zip(self._reducers, self._overlap_outside, strict=True):
-                reducer.overlap = overlap
+            for reducer in self._paused:
+                reducer.overlap = True
+            self._paused.clear()
 
     def _shadow(self) -> None:
         """Take part in the steps of the ranks that still have data, then receive their state."""

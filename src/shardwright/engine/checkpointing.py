@@ -1,18 +1,33 @@
-"""The v1.10 generation of checkpoint calls, on the wrappers made last."""
+"""The v1.10 generation of checkpoint calls, on the wrappers made last.
+
+The two adapters here are what checkpoints see of the wrappers (`checkpoint.state`).
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shardwright.checkpoint import load, save
+from shardwright.checkpoint.state import PARTIAL_MARK, TensorRow, dtype_name
+from shardwright.engine import weights
+from shardwright.engine.model import DistributedModel
+from shardwright.engine.optimizer import WrappedOptimizer
 from shardwright.engine.state import state
+from shardwright.errors import UsageError
+from shardwright.partition.plan import PartitionPlan
+
+StateDict = dict[str, Any]
 
 
 def save_checkpoint(
     path: Any,
     tag: Any,
     partial: bool = True,
-    model: Any = None,
+    model: DistributedModel | None = None,
     optimizer: Any = None,
     user_content: Any = None,
     translate_if_full: bool = True,
@@ -20,14 +35,137 @@ def save_checkpoint(
     *,
     trust: bool | None = None,
 ) -> None:
-    """See `shardwright.checkpoint.save.save_checkpoint`: collective over the world."""
+    """See `shardwright.checkpoint.save.save_checkpoint`: collective over the world.
+
+    Raises: UsageError if `model` or `optimizer` is not a wrapper, besides what is said there.
+    """
     save.save_checkpoint(
-        path, tag, partial, model, optimizer, user_content, translate_if_full, num_kept_partial_checkpoints, trust=trust
+        path,
+        tag,
+        partial,
+        _model_to_save(model),
+        _optimizer_to_save(optimizer),
+        user_content,
+        translate_if_full,
+        num_kept_partial_checkpoints,
+        trust=trust,
     )
 
 
-def resume_from_checkpoint(path: Any, tag: Any = None, partial: bool = True, strict: bool = True, **options: Any) -> Any:
+def resume_from_checkpoint(
+    path: Any, tag: Any = None, partial: bool = True, strict: bool = True, **options: Any
+) -> Any:
     """See `shardwright.checkpoint.load.resume_from_checkpoint`: collective over the world."""
     return load.resume_from_checkpoint(
-        path, tag, partial, strict, model=state.model, optimizer=state.optimizer, **options
+        path,
+        tag,
+        partial,
+        strict,
+        model=_model_to_save(state.model),
+        optimizer=_optimizer_to_save(state.optimizer),
+        **options,
     )
+
+
+def _model_to_save(model: DistributedModel | None) -> SavedModel | None:
+    if model is not None and not isinstance(model, DistributedModel):
+        raise UsageError(
+            f"save_checkpoint() got a model of type {type(model).__name__}",
+            remedy="pass what smp.DistributedModel returned",
+        )
+    return None if model is None else SavedModel(model)
+
+
+def _optimizer_to_save(optimizer: Any) -> SavedOptimizer | None:
+    if optimizer is not None and not isinstance(optimizer, WrappedOptimizer):
+        raise UsageError(
+            f"save_checkpoint() got an optimizer of type {type(optimizer).__name__}",
+            remedy="pass what smp.DistributedOptimizer returned",
+        )
+    return None if optimizer is None else SavedOptimizer(optimizer)
+
+
+class SavedModel:
+    """A wrapped model as `checkpoint.state.CheckpointModel`."""
+
+    def __init__(self, model: DistributedModel) -> None:
+        self._model = model
+        self._part = model._part
+
+    @property
+    def partitioned(self) -> bool:
+        """True once this rank holds its own part only."""
+        return self._model.partitioned
+
+    def names_and_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor of the plain state dict with its whole shape."""
+        return self._part.shapes()
+
+    def tied_names(self) -> list[list[str]]:
+        """Groups of names that are one tensor."""
+        groups: dict[int, list[str]] = {}
+        for name, value in self._part.module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                groups.setdefault(id(value), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+    def local_state_dict(self) -> StateDict:
+        """What this rank answers for, with the mark of partial state dicts."""
+        return self._model.local_state_dict()
+
+    def tensor_table(self) -> list[TensorRow]:
+        """One row per tensor of `local_state_dict()`; without tensor parallelism nothing is sliced."""
+        return [
+            TensorRow(n, tuple(t.shape), dtype_name(t), (0,) * t.dim(), tuple(t.shape))
+            for n, t in self._part.held_state().items()
+            if isinstance(t, torch.Tensor)
+        ]
+
+    def partition_record(self) -> Mapping[str, Any] | None:
+        """The partition as JSON values; None with one stage."""
+        plan = self._part.plan
+        record: dict[str, Any] | None = None if plan is None else json.loads(plan.to_json())
+        return record
+
+    def restore_partition(self, record: Mapping[str, Any]) -> None:
+        """Use a saved partition instead of making one."""
+        self._model.restore_plan(PartitionPlan.from_json(json.dumps(dict(record))))
+
+    def run_when_partitioned(self, callback: Callable[[], None]) -> None:
+        """Run `callback` now, or right after partitioning."""
+        self._model.run_when_partitioned(callback)
+
+    def load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Copy values into what this rank holds."""
+        content = {name: value for name, value in state.items() if name != PARTIAL_MARK}
+        weights.load(self._part, content, self._part.held_state().keys(), strict=strict)
+
+    def random_position(self) -> Mapping[str, int]:
+        """No counters: each step draws the base of its streams from torch's CPU generator, which is saved."""
+        return {}
+
+    def restore_random_position(self, position: Mapping[str, int]) -> None:
+        """See `random_position`."""
+
+
+class SavedOptimizer:
+    """A wrapped optimizer as `checkpoint.state.CheckpointOptimizer`."""
+
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def full_group_names(self) -> Sequence[Sequence[str]]:
+        """Per group: plain names of all its parameters in the unpartitioned order."""
+        return self._optimizer._full_group_names()
+
+    def group_names(self) -> Sequence[Sequence[str]]:
+        """Per group: plain names of the parameters that this rank updates."""
+        return self._optimizer._group_names()
+
+    def local_state_dict(self, *, gather_if_shard: bool = True) -> StateDict:
+        """torch's form over this rank's parameters, with the mark of partial state dicts."""
+        return self._optimizer.local_state_dict(gather_if_shard)
+
+    def load_local(self, state: StateDict) -> None:
+        """Take over a dict in torch's form, indexed over this rank's groups."""
+        self._optimizer._load_local(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,22 @@ from torch import nn
 from shardwright.data_parallel import sync
 from shardwright.data_parallel.join import Join
 from shardwright.data_parallel.reducer import GradientReducer
+from shardwright.errors import UsageError
 from shardwright.pipeline.tape import in_parts
 from shardwright.topology import context
 
 Named = tuple[str, torch.Tensor]
+CommHook = Callable[[Any, Any], Any]
 
 
 class Gradients:
     """The gradients of this rank's part of the model, over the data-parallel axis.
 
-    A parameter's gradient is complete when it has arrived as often as in the step before; the reducer then starts
-    full buckets while backward goes on. Where a step differs, the end of the step makes it right.
+    A parameter's gradient is complete when it has arrived as often as in the step before; the reducer then
+    starts full buckets while backward goes on. Where a step differs, the end of the step makes it right.
 
     In order, per step: `step_begins`, any number of `backward_called`, then `step_ends` or `abandon`.
+    Backward outside of steps (with one pipeline stage) counts as a step of its own.
     """
 
     def __init__(self, *, overlap: bool, passes_per_step: int, bucket_cap_mb: float, as_view: bool) -> None:
@@ -31,22 +34,56 @@ class Gradients:
         self._passes_per_step = passes_per_step
         self._bucket_cap_mb = bucket_cap_mb
         self._as_view = as_view
-        self._reducer: GradientReducer | None = None
-        self._comm_hook: tuple[object, Callable[..., Any]] | None = None
+        self._parameters: list[tuple[str, nn.Parameter]] | None = None
+        self._changed_late: set[nn.Parameter] = set()
+        self._comm_hook: tuple[object, CommHook] | None = None
         self._num_passes = 0
         self._in_step = False
+        self._in_plain_backward = False
         self._arrived: dict[nn.Parameter, int] = {}
         self._expected: dict[nn.Parameter, int] = {}
         self.has_gradients = False
+        self.reducers: list[GradientReducer] = []
 
-    def attach(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Watch this rank's parameters; makes the reducer if there are replicas."""
+    @property
+    def has_comm_hook(self) -> bool:
+        """Does a hook of the script reduce the buckets, and average them?"""
+        return self._comm_hook is not None
+
+    def attach(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], changed_late: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Watch this rank's parameters from now on.
+
+        changed_late: those to whose gradients something is added after backward.
+        """
+        self._parameters = list(parameters)
+        self._changed_late = set(changed_late)
+        self._make_reducer()
+
+    def register_comm_hook(self, hook_state: object, hook: CommHook) -> None:
+        """Let `hook(hook_state, bucket)` reduce the buckets. Raises: UsageError without overlap, or twice."""
+        if not self._overlap:
+            raise UsageError(
+                "register_comm_hook() needs overlapping gradient reduction, which is off",
+                remedy="pass overlapping_allreduce=True to smp.DistributedModel",
+            )
+        if self._comm_hook is not None:
+            raise UsageError("a communication hook is registered already", remedy="register one hook, once")
+        for reducer in self.reducers:
+            reducer.register_comm_hook(hook_state, hook)
+        self._comm_hook = (hook_state, hook)
+        self._make_reducer()
+
+    def _make_reducer(self) -> None:
+        """One reducer if there are replicas to reduce over, or a hook that wants to see the buckets."""
         world = context.world()
         num_replicas = world.size // world.table.degrees.pp
-        if not world.config.ddp or num_replicas == 1:
+        wanted = world.config.ddp and (num_replicas > 1 or self._comm_hook is not None)
+        if self._parameters is None or self.reducers or not wanted:
             return
-        self._reducer = GradientReducer(
-            parameters,
+        reducer = GradientReducer(
+            self._parameters,
             axis="dp",
             average_over=num_replicas,
             bucket_cap_mb=self._bucket_cap_mb,
@@ -54,16 +91,11 @@ class Gradients:
             gradient_as_bucket_view=self._as_view,
         )
         if self._comm_hook is not None:
-            self._reducer.register_comm_hook(*self._comm_hook)
-        for _, parameter in parameters:
+            reducer.register_comm_hook(*self._comm_hook)
+        self.reducers.append(reducer)
+        for _, parameter in self._parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.arrive)
-
-    def register_comm_hook(self, hook_state: object, hook: Callable[..., Any]) -> None:
-        if self._reducer is None:
-            self._comm_hook = (hook_state, hook)
-        else:
-            self._reducer.register_comm_hook(hook_state, hook)
+                parameter.register_post_accumulate_grad_hook(self.arrive)  # type: ignore[no-untyped-call]
 
     def broadcast(self, tensors: Iterable[Named], source: int = 0) -> None:
         """Give all replicas the parameters and buffers of one."""
@@ -71,34 +103,51 @@ class Gradients:
 
     def sync_buffers(self, buffers: Iterable[Named], source: int) -> None:
         """Give all replicas the buffers of one."""
-        if self._reducer is not None:
+        if self.reducers:
             sync.sync_buffers(buffers, "dp", source=source)
-
-    @property
-    def reducers(self) -> list[GradientReducer]:
-        """What reduces this rank's gradients; none without replicas."""
-        return [] if self._reducer is None else [self._reducer]
 
     # ------------------------------------------------------------------ a step
 
     def step_begins(self) -> None:
+        """Before the first microbatch."""
         self._in_step = True
         self.has_gradients = False
         self._arrived.clear()
 
+    def forward_outside(self) -> None:
+        """A forward outside of steps; a backward outside that raised is forgotten."""
+        if self._in_plain_backward:
+            self.abandon()
+
     def backward_called(self) -> None:
+        """The script called for a backward."""
         self.has_gradients = True
 
     def arrive(self, parameter: nn.Parameter) -> None:
         """A parameter's `.grad` has grown: by one call, or by all calls of a microbatch that share it."""
         if id(parameter) in in_parts:
             return
-        if not self._in_step or self._reducer is None or self._num_passes + 1 < self._passes_per_step:
+        if not self._in_step and not self._in_plain_backward:
+            self._plain_backward_begins()
+        self.has_gradients = True
+        if self._num_passes + 1 < self._passes_per_step or parameter in self._changed_late:
             return
         count = self._arrived.get(parameter, 0) + 1
         self._arrived[parameter] = count
         if count >= self._expected.get(parameter, 1 << 60):
-            self._reducer.ready(parameter)
+            for reducer in self.reducers:
+                reducer.ready(parameter)
+
+    def _plain_backward_begins(self) -> None:
+        """A `loss.backward()` outside of steps reduces when autograd is done with it."""
+        self._in_plain_backward = True
+        self._arrived.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(self._plain_backward_ends)
+
+    def _plain_backward_ends(self) -> None:
+        self._in_plain_backward = False
+        self.step_ends(None)
+        self.has_gradients = False
 
     def step_ends(self, join: Join | None) -> None:
         """Reduce what is left, if this step had a backward and is the last of its passes."""
@@ -107,18 +156,19 @@ class Gradients:
         if self.has_gradients:
             self._num_passes += 1
             wants = self._num_passes == self._passes_per_step
-        if join is not None and self._reducer is not None:
+        if join is not None:
             if not join.reduce(wants):
                 return
         elif not wants:
             return
-        elif self._reducer is not None:
-            self._reducer.finish()
+        else:
+            for reducer in self.reducers:
+                reducer.finish()
         self._num_passes = 0
         self._expected = dict(self._arrived)
 
     def abandon(self) -> None:
         """The step failed: forget what it had begun."""
-        self._in_step = False
-        if self._reducer is not None:
-            self._reducer.abandon()
+        self._in_step = self._in_plain_backward = False
+        for reducer in self.reducers:
+            reducer.abandon()

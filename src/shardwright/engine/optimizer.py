@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwright.checkpoint.state import PARTIAL_MARK
-from shardwright.data_parallel import grad_norm
+from shardwright.engine import optimizer_state
+from shardwright.engine.collective_calls import collective_call
+from shardwright.engine.grad_clipping import clip_grad_norm
+from shardwright.engine.model import DistributedModel
+from shardwright.engine.optimizer_state import StateDict
 from shardwright.engine.state import state
 from shardwright.errors import UsageError
 from shardwright.log import get_logger
 from shardwright.pipeline.step import step_is_active
+from shardwright.topology import context
 from shardwright.transport import objects
 
 _log = get_logger(__name__)
 
-StateDict = dict[str, Any]
 _CLASSES: dict[type, type] = {}
 
 
-def DistributedOptimizer(  # noqa: N802 - the contract's name
+def DistributedOptimizer(
     optimizer: Any,
     static_loss_scale: float | None = 1.0,
     dynamic_loss_scale: bool = False,
@@ -30,73 +35,114 @@ def DistributedOptimizer(  # noqa: N802 - the contract's name
 ) -> Any:
     """Let an optimizer work on this rank's part of the wrapped model.
 
-    Called by: every rank. The very object is returned: its class becomes a subclass of its own class, so isinstance
-    holds, and every attribute stays its own. After partitioning its groups (same dicts) hold local parameters only.
-    static_loss_scale, dynamic_loss_scale, dynamic_loss_args: only matter with fp16; accepted and ignored without.
-    Raises: UsageError if the optimizer holds parameters that the wrapped model doesn't have, or is wrapped already.
+    Called by: every rank. The very object is returned: its class becomes a subclass of its own class, so
+    isinstance holds, and every attribute stays its own. After partitioning its groups (same dicts) hold local
+    parameters only.
+    optimizer: a torch optimizer, or any object with `param_groups` and `state`, such as one that wraps a
+    torch optimizer in `.optimizer`.
+    static_loss_scale, dynamic_loss_scale, dynamic_loss_args: only matter with fp16; accepted and ignored
+    without.
+    Raises: UsageError if the optimizer holds parameters that the wrapped model doesn't have, is wrapped
+    already, or can't work on a part of the model.
     """
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
         raise UsageError(f"smp.DistributedOptimizer takes an optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, WrappedOptimizer):
         raise UsageError("this optimizer is wrapped already", remedy="call smp.DistributedOptimizer once")
     model = state.model
     if model is None:
         raise UsageError(
             "smp.DistributedOptimizer was called before smp.DistributedModel", remedy="wrap the model first"
         )
-    cls = type(optimizer)
-    if cls not in _CLASSES:
-        _CLASSES[cls] = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__})
-    optimizer.__class__ = _CLASSES[cls]
-    optimizer._connect(model)
-    state.optimizer = optimizer
-    model.optimizer_wrapped()
+    if isinstance(optimizer, torch.optim.LBFGS) and context.world().table.degrees.pp > 1:
+        raise UsageError(
+            "LBFGS takes all parameters together, so it can't work on each stage by itself",
+            remedy="use an optimizer that updates each parameter by itself, or one pipeline stage",
+        )
+    names = {id(p): name for name, p in model.get_module().named_parameters()}
+    _check_groups(optimizer.param_groups, names)
+    optimizer.__class__ = _wrapped_class(type(optimizer))
+    optimizer._connect(model, names)
+    state.optimizer_wrapped(optimizer)
+    model.optimizer_wrapped(optimizer)
     return optimizer
 
 
-class _Distributed:
+def _wrapped_class(cls: type) -> type:
+    """A subclass of an optimizer's own class; what that defines beyond torch's interface stays its own."""
+    if cls not in _CLASSES:
+        kept = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        if hasattr(cls, "clip_master_grads"):
+            kept["clip_master_grads"] = cls.clip_master_grads
+        _CLASSES[cls] = type(cls.__name__, (WrappedOptimizer, cls), kept)
+    return _CLASSES[cls]
+
+
+def _check_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> None:
+    """Refuse parameters of another model; drop repeated ones, which would count twice and break loading."""
+    strangers = [(n, p) for n, group in enumerate(groups) for p in group["params"] if id(p) not in names]
+    if strangers:
+        shown = ", ".join(f"{list(p.shape)} in group {number}" for number, p in strangers[:5])
+        rest = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+        raise UsageError(
+            f"the optimizer holds {len(strangers)} parameters that the wrapped model doesn't have, of shape"
+            f" {shown}{rest}",
+            remedy="build the optimizer from model.parameters() after the last change of the model's modules",
+        )
+    for number, group in enumerate(groups):
+        params = group["params"]
+        keep = [all(p is not q for q in params[:i]) for i, p in enumerate(params)] if _repeats(params) else []
+        if keep:
+            optimizer_state.filter_group(group, keep)
+            _log.info(
+                "parameter group %d lists %d parameters twice; each counts once", number, keep.count(False)
+            )
+
+
+def _repeats(params: Sequence[Any]) -> bool:
+    return len({id(p) for p in params}) < len(params)
+
+
+class WrappedOptimizer:
     """What a wrapped optimizer does differently; mixed in before its own class."""
 
     param_groups: list[dict[str, Any]]
     state: Any
+    redefined_params: bool
 
-    def _connect(self, model: Any) -> None:
-        names = {id(p): n for n, p in model.get_module().named_parameters()}
-        strangers = [p for g in self.param_groups for p in g["params"] if id(p) not in names]
-        if strangers:
-            raise UsageError(
-                f"the optimizer holds {len(strangers)} parameters that the wrapped model doesn't have, such as one of"
-                f" shape {list(strangers[0].shape)}",
-                remedy="build the optimizer from model.parameters() after smp.DistributedModel",
-            )
-        for number, group in enumerate(self.param_groups):
-            unique = list(dict.fromkeys(group["params"]))
-            if len(unique) < len(group["params"]):
-                _log.info(
-                    "parameter group %d lists %d parameters twice; each counts once",
-                    number,
-                    len(group["params"]) - len(unique),
-                )
-                group["params"][:] = unique
+    def _connect(self, model: DistributedModel, names: dict[int, str]) -> None:
+        """Learn whose parameters these are. names: by id of each of the model's parameters."""
         self._sw_model = model
         self._sw_names = names
         self._sw_full_names = [[names[id(p)] for p in g["params"]] for g in self.param_groups]
+        self._sw_local_names = self._sw_full_names
         self._sw_deferred: list[StateDict] = []
         self.redefined_params = False
-        if model.partitioned:
-            self._shrink_groups()
 
-    def _shrink_groups(self) -> None:
-        """Keep the parameters that this rank updates; group dicts and their order stay."""
-        ties = self._sw_model._ties
-        local = {id(p) for p in self._sw_model.local_parameters()}
+    def _keep_local(self) -> None:
+        """Keep the parameters that this rank updates; group dicts and their order stay.
+
+        Called by: the model, when this rank knows its part. State of other parameters is dropped.
+        """
+        local = {id(p) for p in self._sw_model.local_parameters() if not self._sw_model.is_copy(p)}
         for group in self.param_groups:
-            group["params"][:] = [
-                p for p in group["params"] if id(p) in local and not (ties is not None and ties.is_copy(p))
-            ]
+            for parameter in group["params"]:
+                if id(parameter) not in local:
+                    self.state.pop(parameter, None)
+                elif parameter in self.state:
+                    self.state[parameter] = optimizer_state.beside(parameter, self.state[parameter])
+            optimizer_state.filter_group(group, [id(p) in local for p in group["params"]])
+        self._note_local_names()
         deferred, self._sw_deferred = self._sw_deferred, []
         for content in deferred:
             self.load_state_dict(content)
+
+    def _note_local_names(self) -> None:
+        self._sw_local_names = [[self._sw_names[id(p)] for p in g["params"]] for g in self.param_groups]
+        state.param_index_to_name_tp_group = [dict(enumerate(_flat(self._sw_local_names)))]
+        state.param_name_to_index_tp_group = [
+            {n: i for i, n in state.param_index_to_name_tp_group[0].items()}
+        ]
 
     # ------------------------------------------------------------------ training
 
@@ -104,26 +150,44 @@ class _Distributed:
         """Update this rank's parameters. Called by: every rank, outside a step function."""
         if step_is_active():
             raise UsageError(
-                "optimizer.step() was called inside a step function", remedy="call it after the step function returns"
+                "optimizer.step() was called inside a step function",
+                remedy="call it after the step function returns",
             )
-        if any(group["params"] for group in self.param_groups):
-            result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
-        else:
-            result = None if closure is None else closure()
-        ties = self._sw_model._ties
-        if ties is not None:
-            ties.send_weights()
+        result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+        self._sw_model.refresh_copies()
         return result
 
-    def zero_grad(self, set_to_none: bool = True, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
-        """Clear the gradients of all parameters that this rank holds."""
-        to_none = set_to_none if set_grads_to_None is None else set_grads_to_None
-        super().zero_grad(set_to_none=to_none)  # type: ignore[misc]
-        ties = self._sw_model._ties
-        if ties is not None:
-            for parameter in self._sw_model.local_parameters():
-                if ties.is_copy(parameter):
-                    parameter.grad = None
+    # torch wraps the step of every class once, to run hooks; the inner step is wrapped already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool | None = None, set_grads_to_None: bool | None = None) -> None:
+        """Clear the gradients of the parameters that this rank updates, and of copies of tied ones.
+
+        Without an argument the optimizer's own class decides between None and zero.
+        """
+        choice = set_grads_to_None if set_to_none is None else set_to_none
+        plain = super().zero_grad  # type: ignore[misc]
+        accepted = inspect.signature(plain).parameters
+        spelling = next((s for s in ("set_to_none", "set_grads_to_None") if s in accepted), None)
+        if choice is None or spelling is None:
+            plain()
+        else:
+            plain(**{spelling: choice})
+        for parameter in self._sw_model.copies():
+            parameter.grad = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters; after partitioning the local ones of them."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        added = self.param_groups[-1]
+        try:
+            _check_groups([added], self._sw_names)
+        except UsageError:
+            self.param_groups.pop()
+            raise
+        self._sw_full_names.append([self._sw_names[id(p)] for p in added["params"]])
+        if self._sw_model.partitioned:
+            self._keep_local()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm of all gradients of the whole model; returns the norm before.
@@ -136,70 +200,89 @@ class _Distributed:
 
     def orig_state_dict(self) -> StateDict:
         """The wrapped optimizer's own state dict of this rank, unmodified."""
-        return super().state_dict()  # type: ignore[misc, no-any-return]
+        content: StateDict = super().state_dict()  # type: ignore[misc]
+        return content
 
     def local_state_dict(self, gather_if_shard: bool = True) -> StateDict:
         """torch's form over this rank's parameters, plus `_smp_is_partial: True`. No communication."""
-        return {**self.orig_state_dict(), PARTIAL_MARK: True}
+        return {**self._own_state_dict(), PARTIAL_MARK: True}
+
+    def _own_state_dict(self) -> StateDict:
+        if isinstance(self, torch.optim.Optimizer):
+            return self.orig_state_dict()
+        return optimizer_state.in_torch_form(self.param_groups, self.state)
 
     def state_dict(self) -> StateDict:
         """The whole model's optimizer state, keyed by index into the unpartitioned order of parameters.
 
-        Called by: every rank of the MP_GROUP. Collectives: one object gather over the pipeline group.
+        Called by: every rank of the MP_GROUP. Collectives: with stages one object gather over the group;
+        tensors are on the CPU then.
         """
-        mine = self.orig_state_dict()
-        if not self._sw_model.partitioned or self._sw_model._num_stages == 1:
+        mine = self._own_state_dict()
+        if not self._sw_model.partitioned or context.world().table.degrees.pp == 1:
             return mine
-        by_name = {name: mine["state"][i] for i, name in enumerate(_flat(self.group_names())) if i in mine["state"]}
-        merged: StateDict = {}
-        for part in objects.allgather_object(_to_cpu(by_name), "pp"):
-            merged.update(part)
-        full_names = self.full_group_names()
-        index_of = {name: i for i, name in enumerate(_flat(full_names))}
-        groups, start = [], 0
-        for group, names in zip(mine["param_groups"], full_names, strict=True):
-            groups.append({**group, "params": list(range(start, start + len(names)))})
-            start += len(names)
-        full_state = {index_of[n]: v for n, v in sorted(merged.items(), key=lambda item: index_of[item[0]])}
-        return {"state": full_state, "param_groups": groups}
+        named = optimizer_state.on_cpu(optimizer_state.by_name(mine, self.param_name_to_index()))
+        with collective_call("optimizer.state_dict()", "every rank of a pipeline group"):
+            everyone = objects.allgather_object(named, "pp")
+        return optimizer_state.joined(everyone, mine["param_groups"], self._full_group_names())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a partial (this rank's) or full dict; before partitioning it is remembered."""
+        """Load a partial (this rank's) or full dict; before partitioning it is remembered.
+
+        Called by: every rank, or those with rdp_rank() == 0: the other replicas take over the state in the
+        next training step. The caller's dict and its tensors are not changed, now or later.
+        Raises: UsageError if the parameter groups are others.
+        """
         content = dict(state_dict)
+        partial = bool(content.pop(PARTIAL_MARK, False))
+        if isinstance(content["state"], list):  # one for each rdp_rank
+            content["state"] = content["state"][context.world().coordinates.rdp]
+        if not partial:
+            optimizer_state.check_groups(content, self._full_group_names())
         if not self._sw_model.partitioned:
-            self._sw_deferred.append(content)
+            self._sw_deferred.append(dict(state_dict))
             return
-        if content.pop(PARTIAL_MARK, False):
-            self.load_local(content)
-            return
-        full_names = self.full_group_names()
-        if len(full_names) != len(content["param_groups"]):
+        if not partial:
+            content = optimizer_state.narrowed(content, self._full_group_names(), self._group_names())
+        self._load_local(optimizer_state.owned(content))
+        self._sw_model.optimizer_loaded()
+
+    def _load_local(self, content: StateDict) -> None:
+        """Take over a dict in torch's form, indexed over this rank's groups. Group dicts stay the same
+        objects.
+
+        content: its tensors are the optimizer's from now on.
+        """
+        optimizer_state.check_groups(content, self._group_names())
+        inner = self if isinstance(self, torch.optim.Optimizer) else getattr(self, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
             raise UsageError(
-                f"the optimizer state has {len(content['param_groups'])} parameter groups, the optimizer has"
-                f" {len(full_names)}",
-                remedy="build the optimizer with the same parameter groups",
+                f"no state can be loaded into {type(self).__name__}: neither it nor its '.optimizer' is a"
+                " torch optimizer"
             )
-        state_of = {name: content["state"][i] for i, name in enumerate(_flat(full_names)) if i in content["state"]}
-        local: StateDict = {"state": {}, "param_groups": []}
-        index = 0
-        for group, names in zip(content["param_groups"], self.group_names(), strict=True):
-            indices = range(index, index + len(names))
-            local["state"].update({i: state_of[n] for i, n in zip(indices, names, strict=True) if n in state_of})
-            local["param_groups"].append({**group, "params": list(indices)})
-            index += len(names)
-        self.load_local(local)
+        before = list(self.param_groups)
+        plain = {key: value for key, value in content.items() if key in ("state", "param_groups")}
+        torch.optim.Optimizer.load_state_dict(inner, plain)
+        for group, loaded in zip(before, inner.param_groups, strict=True):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
+        inner.param_groups[:] = before
 
-    def load_local(self, state: StateDict) -> None:
-        """Take over a dict in torch's form, indexed over this rank's groups."""
-        super().load_state_dict({k: v for k, v in state.items() if k in ("state", "param_groups")})  # type: ignore[misc]
-
-    def full_group_names(self) -> Sequence[Sequence[str]]:
+    def _full_group_names(self) -> optimizer_state.GroupNames:
         """Per group: plain names of all its parameters in the unpartitioned order."""
         return self._sw_full_names
 
-    def group_names(self) -> Sequence[Sequence[str]]:
-        """Per group: plain names of the parameters that this rank updates."""
-        return [[self._sw_names[id(p)] for p in g["params"]] for g in self.param_groups]
+    def _group_names(self) -> optimizer_state.GroupNames:
+        """Per group: plain names of the parameters that this rank updates, by their places in the group.
+
+        The script may put another object in the place of a parameter, such as an fp32 master.
+        """
+        return self._sw_local_names
+
+    def _in_torch_form(self) -> LocalState:
+        """This rank's state alone, for exchange between replicas."""
+        return LocalState(self)
 
     def _param_id_to_index(self) -> dict[int, int]:
         """id(parameter) -> index over the current groups."""
@@ -207,42 +290,27 @@ class _Distributed:
 
     def param_name_to_index(self) -> dict[str, int]:
         """Plain name -> index over the current groups."""
-        return {name: i for i, name in enumerate(_flat(self.group_names()))}
+        return {name: i for i, name in enumerate(_flat(self._group_names()))}
 
     def _param_index_to_param_local(self) -> dict[int, Any]:
         """Index over the current groups -> parameter."""
         return dict(enumerate(p for g in self.param_groups for p in g["params"]))
 
 
-def clip_grad_norm(max_norm: float, norm_type: float = 2.0, *, model: Any = None) -> torch.Tensor:
-    """Clip all gradients of the wrapped model by their global norm; returns the norm before clipping.
+class LocalState:
+    """One rank's part of an optimizer, with the two calls of torch's optimizers that move state."""
 
-    Called by: every rank, between the step call and optimizer.step(). Collectives: one all-reduce over PP_GROUP.
-    max_norm: the factor is max_norm / (norm + 1e-6) where that is below 1, the same on every rank.
-    Every parameter counts once: over stages, over copies of tied weights, over replicas.
-    """
-    wrapped = state.model if model is None else model
-    if wrapped is None:
-        raise UsageError("clip_grad_norm() needs a wrapped model", remedy="call smp.DistributedModel first")
-    ties = wrapped._ties
-    return grad_norm.clip_grad_norm_(
-        wrapped.local_named_parameters(),
-        max_norm,
-        norm_type=norm_type,
-        mp_axis="pp",
-        counted_elsewhere=None if ties is None else lambda name, parameter: ties.is_copy(parameter),
-    )
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> StateDict:
+        """This rank's state, without communication."""
+        return self._optimizer._own_state_dict()
+
+    def load_state_dict(self, content: StateDict) -> None:
+        """Take over a state like the one of `state_dict`."""
+        self._optimizer._load_local(content)
 
 
-def _flat(groups: Sequence[Sequence[str]]) -> list[str]:
+def _flat(groups: optimizer_state.GroupNames) -> list[str]:
     return [name for group in groups for name in group]
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {k: _to_cpu(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_cpu(v) for v in value)
-    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,10 @@ class Placed:
     is_buffer: bool
     persistent: bool
 
+    def current(self) -> torch.Tensor | None:
+        """The tensor as it is now: buffers may have been assigned anew."""
+        return self.home[0]._buffers[self.home[1]] if self.is_buffer else self.tensor
+
 
 def placed_tensors(model: nn.Module, plan: PartitionPlan) -> Iterator[Placed]:
     """Every parameter and buffer once, in the model's order, with the stages that hold it."""
@@ -72,15 +76,16 @@ def placed_tensors(model: nn.Module, plan: PartitionPlan) -> Iterator[Placed]:
 def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Placed]:
     """Keep this rank's part on its device, let go of the rest, and put borders around the units.
 
-    Parameters keep their identity (their `.data` is exchanged), so optimizers built before stay right. What another
-    stage holds becomes a placeholder on the CPU: right shape and dtype, memory of one element, not a number.
+    Parameters keep their identity (their `.data` is exchanged), so optimizers built before stay right. What
+    another stage holds becomes a placeholder on the CPU, see `placeholder`.
     """
     table = list(placed_tensors(model, plan))
     for entry in table:
         if runtime.rank in entry.stages:
             entry.tensor.data = entry.tensor.data.to(runtime.device)
         else:
-            entry.tensor.data = placeholder(entry.tensor)
+            entry.tensor.data = placeholder(entry.tensor.shape, entry.tensor.dtype)
+            entry.tensor.grad = None
         runtime.register(entry.name, entry.tensor, entry.owner, entry.home if entry.is_buffer else None)
     runtime.module_names.update((id(module), name) for name, module in model.named_modules())
     runtime.tied.update(_tied(model))
@@ -101,10 +106,20 @@ def _tied(model: nn.Module) -> set[int]:
     return tied
 
 
-def placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """A stand-in for a tensor held by another stage."""
-    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+def place_whole(model: nn.Module, device: torch.device) -> list[Placed]:
+    """With one stage: keep everything, on this rank's device."""
+    stage_of = {name: 0 for name, _ in model.named_modules()}
+    plan = PartitionPlan(num_stages=1, stage_of=stage_of, stages=(), origin="auto", how="none")
+    table = list(placed_tensors(model, plan))
+    for entry in table:
+        entry.tensor.data = entry.tensor.data.to(device)
+    return table
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A stand-in for a tensor that another stage holds: its memory is one element, which is not a number."""
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), fill, dtype=dtype).expand(tuple(shape))
 
 
 def _estimate_costs(runtime: Runtime, plan: PartitionPlan) -> None:

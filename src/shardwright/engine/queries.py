@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from shardwright.engine.state import state
-from shardwright.errors import UsageError
+from shardwright.errors import PartitionError, UsageError
+from shardwright.partition import manual
 from shardwright.pipeline.unit import mark_dynamic
 from shardwright.topology import context
 from shardwright.transport import collectives
@@ -23,19 +24,38 @@ def get_partition(module: nn.Module) -> int:
     """
     model = state.model
     if model is None or not model.partitioned:
-        raise UsageError("get_partition() before the model is partitioned", remedy="call it after the first step")
-    if model._plan is None:
-        return 0
+        raise UsageError(
+            "get_partition() before the model is partitioned", remedy="call it after the first step"
+        )
+    plan = model._part.plan
     for name, found in model.get_module().named_modules():
         if found is module:
-            return int(model._plan.stage_of[name])
+            return 0 if plan is None else plan.stage_of[name]
     raise UsageError(f"get_partition(): this {type(module).__name__} is not part of the wrapped model")
+
+
+def set_partition(module: nn.Module, stage: int) -> None:
+    """See `shardwright.partition.manual.set_partition`.
+
+    Raises: PartitionError besides, if the module's stage is settled: by the first step, or by the checkpoint
+    that training goes on from.
+    """
+    model = state.model
+    plan = None if model is None else model._part.plan
+    if model is not None and plan is not None and any(m is module for m in model.modules()):
+        how = "the model is partitioned" if model.partitioned else "the partition comes from a checkpoint"
+        raise PartitionError(
+            f"smp.set_partition({type(module).__name__}, {stage}): {how} already",
+            remedy="call it before the first step, and don't resume into another partition",
+        )
+    manual.set_partition(module, stage)
 
 
 def dynamic_shapes(module: nn.Module) -> nn.Module:
     """Say that a module's results have shapes, or Python values, that its arguments' shapes don't determine.
 
-    Its owner then announces them at every call (one small message per call to each other pipeline rank) instead of once.
+    Its owner then announces them at every call (one small message per call to each other pipeline rank)
+    instead of once.
     Called by: every rank alike, at any time. Returns the module.
     """
     mark_dynamic(module)

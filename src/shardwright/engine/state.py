@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwright.config.schema import Config
+from shardwright.topology import context
+
+if TYPE_CHECKING:
+    from shardwright.engine.model import DistributedModel
 
 StateDict: TypeAlias = dict[str, Any]
 Translate: TypeAlias = Callable[[StateDict], StateDict]
@@ -25,17 +29,17 @@ class ModuleManager:
 class State:
     """The state of this process. `engine` fills it in, clients read it.
 
-    model, optimizer: the wrappers created last, or None.
     param_index_to_name_tp_group, param_name_to_index_tp_group: for each tp_rank of this group, optimizer
         parameter index <-> name.
     """
 
     def __init__(self) -> None:
         self.module_manager = ModuleManager()
-        self.model: Any = None
-        self.optimizer: Any = None
         self.param_index_to_name_tp_group: list[dict[int, str]] = []
         self.param_name_to_index_tp_group: list[dict[str, int]] = []
+        self._model: DistributedModel | None = None
+        self._optimizer: Any = None
+        self._world: object = None
 
     @property
     def cfg(self) -> Config:
@@ -43,9 +47,28 @@ class State:
 
         Raises: NotInitializedError before `smp.init`.
         """
-        from shardwright.topology import context
-
         return context.world().config
+
+    @property
+    def model(self) -> DistributedModel | None:
+        """The model wrapped last; None before that, and after `smp.shutdown`."""
+        return self._model if self._is_current() else None
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer wrapped last, for this model; None before that."""
+        return self._optimizer if self._is_current() else None
+
+    def model_wrapped(self, model: DistributedModel) -> None:
+        """Remember the model, without an optimizer yet."""
+        self._model, self._optimizer, self._world = model, None, context.world().groups
+
+    def optimizer_wrapped(self, optimizer: Any) -> None:
+        """Remember the optimizer of the present model."""
+        self._optimizer = optimizer
+
+    def _is_current(self) -> bool:
+        return context.is_initialized() and self._world is context.world().groups
 
 
 state = State()

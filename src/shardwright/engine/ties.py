@@ -1,14 +1,16 @@
 """Tied weights kept on several stages (`tied_weights="replicate"`).
 
-The owner's copy has the optimizer state. Gradients of the copies are sent to it and summed at the end of a step; after
-`optimizer.step()` the owner sends the new weight back, so that all copies stay bitwise equal.
+The owner's copy has the optimizer state. Gradients of the copies are sent to it and summed at the end of a
+step, where the copies' own become None; after `optimizer.step()` the owner sends the new weight back, so that
+all copies stay bitwise equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from shardwright.engine.placement import Placed
 from shardwright.topology import context
@@ -18,46 +20,63 @@ _CHANNEL = 0
 
 
 class ReplicatedTies:
-    """The replicated parameters of a model, as one rank of the pipeline group sees them."""
+    """The replicated parameters of a model, as one rank of the pipeline group sees them.
+
+    Scripts see them marked: `parameter.shared` is True.
+    """
 
     def __init__(self, table: Sequence[Placed]) -> None:
         world = context.world()
         self._me = world.coordinates.pp
         self._ranks = world.groups.ranks("pp")
-        self._ties = [e for e in table if len(e.stages) > 1 and not e.is_buffer]
+        self._ties = [e for e in table if len(e.stages) > 1 and isinstance(e.tensor, nn.Parameter)]
+        self._copies = {id(e.tensor) for e in self._ties if e.owner != self._me and self._me in e.stages}
+        for entry in self._ties:
+            entry.tensor.shared = True  # type: ignore[attr-defined]
 
     def is_copy(self, tensor: torch.Tensor) -> bool:
         """True on a rank whose copy of this parameter is not the one that is updated and counted."""
-        return any(e.tensor is tensor and e.owner != self._me for e in self._ties)
+        return id(tensor) in self._copies
 
-    def reduce_gradients(self) -> None:
-        """Sum the copies' gradients on the owner. Called by: every rank of the pipeline group, after backward."""
+    def copies(self) -> list[nn.Parameter]:
+        """Parameters of this rank that another stage owns."""
+        return [e.tensor for e in self._ties if isinstance(e.tensor, nn.Parameter) and self.is_copy(e.tensor)]
+
+    def owned(self) -> list[nn.Parameter]:
+        """Parameters of this rank whose gradients get those of copies added after backward."""
+        return [e.tensor for e in self._ties if e.owner == self._me and isinstance(e.tensor, nn.Parameter)]
+
+    def _transfers(self) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """(parameter, world rank of the owner, world rank of a copy), in the same order on all ranks."""
         for tie in self._ties:
             for stage in sorted(tie.stages):
-                if stage == tie.owner:
-                    continue
-                if self._me == stage:
-                    gradient = tie.tensor.grad
-                    present = torch.tensor([gradient is not None])
-                    p2p.isend(present, self._ranks[tie.owner], _CHANNEL).wait()
-                    if gradient is not None:
-                        p2p.isend(gradient.contiguous(), self._ranks[tie.owner], _CHANNEL).wait()
-                    tie.tensor.grad = None
-                elif self._me == tie.owner:
-                    source = self._ranks[stage]
-                    if p2p.irecv(torch.empty(1, dtype=torch.bool), source, _CHANNEL).wait().item():
-                        received = p2p.irecv(torch.empty_like(tie.tensor, requires_grad=False), source, _CHANNEL).wait()
-                        tie.tensor.grad = received if tie.tensor.grad is None else tie.tensor.grad + received
+                if stage != tie.owner:
+                    yield tie.tensor, self._ranks[tie.owner], self._ranks[stage]
+
+    def reduce_gradients(self) -> None:
+        """Sum the copies' gradients on the owner.
+
+        Called by: every rank of the pipeline group, after backward.
+        """
+        me = self._ranks[self._me]
+        for parameter, owner, copy in self._transfers():
+            if me == copy:
+                gradient = parameter.grad
+                p2p.isend(torch.tensor([gradient is not None]), owner, _CHANNEL).wait()
+                if gradient is not None:
+                    p2p.isend(gradient.contiguous(), owner, _CHANNEL).wait()
+                parameter.grad = None
+            elif me == owner and p2p.irecv(torch.empty(1, dtype=torch.bool), copy, _CHANNEL).wait().item():
+                received = p2p.irecv(torch.empty_like(parameter, requires_grad=False), copy, _CHANNEL).wait()
+                parameter.grad = received if parameter.grad is None else parameter.grad + received
 
     def send_weights(self) -> None:
         """Send the owner's values to the copies. Called by: every rank of the pipeline group."""
-        for tie in self._ties:
-            for stage in sorted(tie.stages):
-                if stage == tie.owner:
-                    continue
-                if self._me == tie.owner:
-                    p2p.isend(tie.tensor.detach(), self._ranks[stage], _CHANNEL).wait()
-                elif self._me == stage:
-                    received = p2p.irecv(torch.empty_like(tie.tensor, requires_grad=False), self._ranks[tie.owner], _CHANNEL)
-                    with torch.no_grad():
-                        tie.tensor.copy_(received.wait())
+        me = self._ranks[self._me]
+        for parameter, owner, copy in self._transfers():
+            if me == owner:
+                p2p.isend(parameter.detach(), copy, _CHANNEL).wait()
+            elif me == copy:
+                received = p2p.irecv(torch.empty_like(parameter, requires_grad=False), owner, _CHANNEL)
+                with torch.no_grad():
+                    parameter.copy_(received.wait())

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwright.errors import UnsupportedOperationError
 from shardwright.pipeline.overlay import Overlay
 
 
@@ -29,8 +28,8 @@ class Registered:
     """A parameter or buffer of the model, and the stage that owns it.
 
     home: the module and key where a buffer is kept.
-    versions: what a buffer was before a microbatch of this step changed it in place in glue, as (microbatch, values).
-    last_reader: the latest microbatch whose glue has read the buffer in this step.
+    changed: glue has changed or reassigned it in this step.
+    steady: the values of its module's `training` with which a whole step left it alone (see `shared`).
     """
 
     name: str
@@ -38,38 +37,8 @@ class Registered:
     owner: int
     is_buffer: bool
     home: tuple[torch.nn.Module, str] | None = None
-    versions: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    last_reader: int = -1
-
-    def seen_by(self, microbatch: int) -> torch.Tensor:
-        """The real tensor as this microbatch should see it: later ones may have changed it already."""
-        self.last_reader = max(self.last_reader, microbatch)
-        return next((old for changer, old in self.versions if changer > microbatch), self.tensor)
-
-    def before_change(self, microbatch: int) -> None:
-        """A microbatch is about to change the buffer in place: those before it keep what it was.
-
-        Called by: the owner. Raises: UnsupportedOperationError if a later microbatch has used it already.
-        """
-        if not self.is_buffer:
-            return
-        self.check_order(microbatch)
-        with torch._C.DisableTorchFunction():
-            old = self.tensor.detach()
-            if not any(changer == microbatch for changer, _ in self.versions):
-                self.versions.append((microbatch, old))
-            self.tensor.data = old.clone()
-
-    def check_order(self, microbatch: int) -> None:
-        """A microbatch is about to change the buffer, or to assign it anew."""
-        latest = max([self.last_reader, *(changer for changer, _ in self.versions)])
-        if latest > microbatch:
-            raise UnsupportedOperationError(
-                f"buffer '{self.name}' is changed by microbatch {microbatch} after microbatch {latest} has used it:"
-                " microbatches are in flight together",
-                remedy="change it at the start of the forward, or in a module that one stage owns; or set"
-                " active_microbatches to 1",
-            )
+    changed: bool = False
+    steady: set[bool] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -85,7 +54,6 @@ class Runtime:
     news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
     tied: ids of parameters that several modules have.
     gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
-    converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
     """
 
     rank: int
@@ -101,7 +69,6 @@ class Runtime:
     own: dict[int, Any] = field(default_factory=dict)
     overlay: Overlay = field(default_factory=Overlay)
     news: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    converted: list[Any] = field(default_factory=list)
     tied: set[int] = field(default_factory=set)
     gradient_arrived: Callable[[torch.nn.Parameter], None] = lambda parameter: None
 
@@ -125,18 +92,12 @@ class Runtime:
             by_cache.setdefault(cache, {})[key] = outcome
         for cache, news in by_cache.items():
             cache.learn(news)
-        self._end_step()
+        self.news.clear()
 
     def forget(self) -> None:
         """A step failed: ranks may have got differently far in it."""
         self.overlay.undo()
-        self._end_step()
-
-    def _end_step(self) -> None:
         self.news.clear()
-        for entry in self.registered.values():
-            entry.versions.clear()
-            entry.last_reader = -1
 
     def refresh_buffers(self, homes: Iterable[tuple[str, torch.nn.Module, str]]) -> None:
         """After a unit ran here: buffers that it assigned anew are known under their new object."""
@@ -147,6 +108,18 @@ class Runtime:
                     if entry.name == name:
                         self.replace(entry, tensor)
                         break
+
+    def tensors_changed(self) -> None:
+        """Parameters or buffers were cast: what units returned says nothing about what they will return."""
+        for entry in list(self.registered.values()):
+            if entry.home is not None:
+                module, key = entry.home
+                tensor = module._buffers.get(key)
+                if tensor is not None and tensor is not entry.tensor:
+                    self.replace(entry, tensor)
+        self.glue_cache.clear()
+        for unit in self.units:
+            unit.cache.clear()
 
 
 # Functions that return a mutable object which module hooks write to, or None; every unit treats it as an argument.

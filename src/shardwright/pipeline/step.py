@@ -40,13 +40,14 @@ class Driver(Protocol):
 
 
 _driver: Driver | None = None
+_driver_world: object = None
 _active = threading.Event()
 
 
 def set_driver(driver: Driver | None) -> None:
-    """Let the engine's model take part in steps (None: no model)."""
-    global _driver
-    _driver = driver
+    """Let the engine's model take part in the steps of this world (None: no model)."""
+    global _driver, _driver_world
+    _driver, _driver_world = driver, context.world().groups if driver is not None else None
 
 
 def step_is_active() -> bool:
@@ -86,7 +87,7 @@ class StepFunction:
                 remedy="call plain functions from a step body",
             )
         world = context.world()
-        driver = _driver
+        driver = _driver if _driver_world is world.groups else None
         pipeline = driver.pipeline if driver is not None else None
         if pipeline is None and world.config.pipeline_parallel_degree > 1:
             raise UsageError(
@@ -100,9 +101,7 @@ class StepFunction:
             if pipeline is None:
                 results, weights = self._loop(driver, args, kwargs)
             else:
-                results, weights = pipeline.run(
-                    self._function, self._signature, self._split, driver, args, kwargs
-                )
+                results, weights = pipeline.run(self._function, self._signature, self._split, driver, args, kwargs)
             if driver is not None:
                 driver.step_ends()
         except BaseException:

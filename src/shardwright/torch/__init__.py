@@ -28,10 +28,17 @@ from shardwright.torch import step as _step_module  # noqa: F401  loaded for tho
 # the name `step`, which has to end up being the decorator.
 
 from shardwright.engine.checkpointing import resume_from_checkpoint, save_checkpoint
+from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.model import DistributedModel
-from shardwright.engine.optimizer import DistributedOptimizer, clip_grad_norm
-from shardwright.engine.queries import dynamic_shapes, get_partition, hvd_average_grads, num_microbatches
-from shardwright.partition.manual import partition, set_partition
+from shardwright.engine.optimizer import DistributedOptimizer
+from shardwright.engine.queries import (
+    dynamic_shapes,
+    get_partition,
+    hvd_average_grads,
+    num_microbatches,
+    set_partition,
+)
+from shardwright.partition.manual import partition
 from shardwright.partition.trace import is_tracing
 from shardwright.pipeline.outputs import StepOutput
 from shardwright.pipeline.step import step

@@ -72,8 +72,6 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
         "save",
     ),
     "saving when the scheduler sends a signal is missing": ("save_on_signal",),
-    "averaging gradients on request is missing; 'ddp': true averages them in the step": (
-    ),
     "dumping and comparing models for debugging is missing": (
         "debugging.dump_model",
         "debugging.verify",

@@ -1,0 +1,89 @@
+"""How a model that is spread over ranks answers to what `nn.Module` offers: casts, moves, and being saved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from typing_extensions import Self
+
+from shardwright.engine import placement, weights
+from shardwright.engine.part import Part
+from shardwright.engine.step_duties import StepDuties
+from shardwright.engine.wrapping import ForwardingModule
+from shardwright.topology import context
+from shardwright.transport import collectives
+
+
+class ModuleManners(ForwardingModule):
+    """Devices are the library's business; dtypes and memory formats are the script's."""
+
+    _part: Part
+    _duties: StepDuties
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Change dtype or memory format; devices are ignored. Returns the model."""
+        _, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None or memory_format is not None:
+            super().to(None, dtype, memory_format=memory_format)  # type: ignore[call-overload]
+        return self
+
+    def cuda(self, device: Any = None) -> Self:
+        """Returns the model: parts are on their devices after partitioning."""
+        return self
+
+    def cpu(self) -> Self:
+        """Gather all parameters and buffers over the MP_GROUP and put the whole model on the CPU.
+
+        Called by: every rank of the MP_GROUP. Afterwards it runs without steps, and can't be trained further.
+        """
+        pipeline, part = self._duties.pipeline, self._part
+        if part.is_whole or pipeline is None:
+            return super().cpu()
+        mine = {**part.owned_tensors(), **part.held_extras()}
+        whole = weights.gather(part, mine, "model.cpu()", keep=True)
+        for unit in pipeline.runtime.units:
+            unit.remove()
+        for entry in part.entries:
+            tensor = entry.current()
+            if tensor is not None:
+                tensor.data = whole.pop(entry.name)
+        for name, extra in whole.items():
+            part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(extra)
+        part.gathered = True
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `half()`, `float()`, `to(dtype)` do. Placeholders stay without memory, and buffers known."""
+        pipeline = self._duties.pipeline
+        if self._part.is_whole or pipeline is None:
+            return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
+        elsewhere = {id(tensor) for tensor in self._part.elsewhere()}
+
+        def light(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in elsewhere:
+                return fn(tensor)
+            return placement.placeholder(tensor.shape, fn(torch.empty((), dtype=tensor.dtype)).dtype)
+
+        super()._apply(light, recurse)  # type: ignore[no-untyped-call]
+        pipeline.runtime.tensors_changed()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name == "save_pretrained" and not self._part.is_whole:
+            return functools.partial(self._save_pretrained, found)
+        return found
+
+    def _save_pretrained(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """The module's own `save_pretrained`, on world rank 0, with the gathered weights.
+
+        Called by: every rank of the MP_GROUP.
+        """
+        mine = self._part.held_state()
+        full = weights.gather(self._part, mine, "model.save_pretrained()", keep=context.world().rank == 0)
+        if context.world().rank == 0:
+            save(*args, **{"state_dict": full, **kwargs})
+        collectives.barrier("pp")

@@ -1,0 +1,155 @@
+"""What the engine does around each step: equal replicas before it, reduced gradients and hooks after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwright.data_parallel import sync
+from shardwright.data_parallel.join import Join
+from shardwright.engine.gradients import Gradients
+from shardwright.engine.hooks import HookList
+from shardwright.engine.part import Part
+from shardwright.engine.ties import ReplicatedTies
+from shardwright.errors import UsageError
+from shardwright.pipeline.pipeline_step import PipelineSteps
+from shardwright.topology import context
+from shardwright.transport import collectives
+
+
+class StepDuties:
+    """The wrapped model's side of `pipeline.step.Driver`.
+
+    post_step: hooks for the end of the first (else the next) step.   before_first_step: called once.
+    local_optimizers: the wrapped optimizers, in torch's form over this rank's parameters.
+
+    Loaded replicas: state dicts may be loaded on one replica only (those with rdp_rank() == 0). Replicas tell
+    each other at the start of a training step whether anything was loaded since the last one; if so, all take
+    over the parameters, buffers and optimizer state of replica 0.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        gradients: Gradients,
+        *,
+        pipeline: PipelineSteps | None,
+        broadcast_buffers: bool,
+        post_step: HookList,
+        before_first_step: Callable[[], None],
+        local_optimizers: Callable[[], list[Any]],
+    ) -> None:
+        self.pipeline = pipeline
+        self.num_microbatches = 1
+        self.first_step_began = False
+        self.ties: ReplicatedTies | None = None
+        self._part = part
+        self._gradients = gradients
+        self._broadcast_buffers = broadcast_buffers
+        self.post_step = post_step
+        self._before_first_step = before_first_step
+        self._local_optimizers = local_optimizers
+        self._join: Join | None = None
+        self._loaded_model = False
+        self._loaded_optimizer = False
+
+    # ------------------------------------------------------------------ pipeline.step.Driver
+
+    def step_begins(self) -> None:
+        """Before the first microbatch, on every rank."""
+        if self._part.gathered:
+            raise UsageError("a step was called after model.cpu(), which ended the training of this model")
+        if not self.first_step_began:
+            self.first_step_began = True
+            self._before_first_step()
+        self._gradients.step_begins()
+        self._meet_replicas()
+
+    def microbatch_begins(self, index: int, num_microbatches: int) -> None:
+        """Before each microbatch; with pipeline stages on the microbatch's own thread."""
+        self.num_microbatches = num_microbatches
+
+    def step_ends(self) -> None:
+        """After the last microbatch, on every rank."""
+        if self.ties is not None and self._gradients.has_gradients:
+            self.ties.reduce_gradients()
+        self._gradients.step_ends(self._join)
+        self.num_microbatches = 1
+        self.post_step.release()
+
+    def step_failed(self) -> None:
+        """The step raised; nothing of it may be left for the next one."""
+        self._gradients.abandon()
+        self.num_microbatches = 1
+
+    # ------------------------------------------------------------------ replicas
+
+    def forward_outside(self) -> None:
+        """A forward outside of steps, with one pipeline stage: what a step does at its start."""
+        self._gradients.forward_outside()
+        self._meet_replicas()
+
+    def _meet_replicas(self) -> None:
+        if self._join is not None:
+            self._join.on_step_start()
+        if not self._part.settled or not torch.is_grad_enabled():
+            return
+        if self._join is None or not self._join.is_open:
+            self.level_replicas()
+        self._sync_buffers(self._join.source if self._join is not None else 0)
+
+    def level_replicas(self, *, always: bool = False) -> None:
+        """Make replicas equal again if a state dict was loaded on any of them, see the class.
+
+        always: give the model of replica 0 to all in any case.
+        """
+        if context.world().table.degrees.rdp == 1:
+            return
+        flags = torch.tensor([self._loaded_model, self._loaded_optimizer], dtype=torch.int32)
+        collectives.all_reduce(flags, "dp", op="max")
+        model_loaded, optimizer_loaded = flags.tolist()
+        if model_loaded or always:
+            self._gradients.broadcast([*self._part.parameters(), *self._part.buffers()])
+        if optimizer_loaded:
+            for optimizer in self._local_optimizers():
+                sync.broadcast_optimizer_state(optimizer, "dp", source=0)
+        self._loaded_model = self._loaded_optimizer = False
+
+    def model_loaded(self) -> None:
+        """A state dict was loaded into this rank's part of the model."""
+        self._loaded_model = True
+
+    def optimizer_loaded(self) -> None:
+        """A state dict was loaded into this rank's part of the optimizer."""
+        self._loaded_optimizer = True
+
+    def _sync_buffers(self, source: int) -> None:
+        if self._broadcast_buffers:
+            self._gradients.sync_buffers(self._part.buffers(), source)
+
+    def join(
+        self, *, divide_by_initial_world_size: bool, enable: bool, throw_on_early_termination: bool
+    ) -> Join:
+        """Begin a training loop in which replicas may run out of batches at different times."""
+        self._join = Join(
+            reducers=self._gradients.reducers,
+            final_sync=self._final_sync,
+            shadow_buffers=self._shadow_step,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+            enable=enable,
+        )
+        return self._join
+
+    def _shadow_step(self, source: int) -> None:
+        self._part.demand_settled(
+            "the first step of others can't be joined by a replica that has no batch at all"
+        )
+        self._sync_buffers(source)
+
+    def _final_sync(self, source: int) -> None:
+        self._gradients.broadcast([*self._part.parameters(), *self._part.buffers()], source)
+        for optimizer in self._local_optimizers():
+            sync.broadcast_optimizer_state(optimizer, "dp", source=source)

@@ -40,7 +40,7 @@ class Case:
     before_step: called with (model, step) on every rank and in the reference.
     grad: steps train; else they run under `torch.no_grad()` and the optimizer does nothing.
     error: a pattern that the error of every rank must show; such a case has no reference.
-    timeout_s: of every wait inside the step.
+    timeout_s: of every wait inside the step.   config: more settings.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
     timeout_s: float = 30
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -119,6 +120,7 @@ def _run_one(case: Case, number: int) -> Verdict:
         "auto_partition": False,
         "timeout_s": case.timeout_s,
         "log_level": "warning",
+        **case.config,
     }
     before = os.environ["SHARDWRIGHT_INIT_METHOD"]
     os.environ["SHARDWRIGHT_INIT_METHOD"] = f"{before}.{number}"

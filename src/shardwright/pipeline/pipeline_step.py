@@ -143,6 +143,7 @@ class PipelineSteps:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need
         them."""
         runtime = self.runtime
+        runtime.overlay.settle()
         for frame in sorted(frames, key=lambda f: f.index):
             for tensor in frame.converted:
                 aliasing.restore(tensor, _everywhere(runtime, tensor._value))

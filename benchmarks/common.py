@@ -47,9 +47,11 @@ class StepTime:
 
     num_quiet of num_steps had less than 0.12 cores of foreign load; the median is over these, or over the
     quietest third if there are none. spread: (largest - smallest) / median of the steps used.
+    cpu_s: processor time of one rank in a step, the mean over ranks; it suffers less from a busy machine.
     """
 
     seconds: float
+    cpu_s: float
     num_quiet: int
     num_steps: int
     foreign_cores: float
@@ -58,19 +60,27 @@ class StepTime:
 
 def step_time(rounds: Rounds) -> StepTime | None:
     """Sum up all timed steps of a row. None for a row without steps."""
-    steps: list[tuple[float, float]] = []
+    steps: list[tuple[float, float, float]] = []
     for ranks in rounds:
         for index, first in enumerate(ranks[0].get("steps", [])):
             own_s = sum(rank["steps"][index]["cpu_s"] for rank in ranks)
-            steps.append((max(0.0, first["machine_s"] - own_s) / first["s"], first["s"]))
+            foreign = max(0.0, first["machine_s"] - own_s) / first["s"]
+            steps.append((foreign, first["s"], own_s / len(ranks)))
     if not steps:
         return None
     steps.sort()
-    quiet = [seconds for foreign, seconds in steps if foreign <= QUIET_CORES]
-    used = quiet or [seconds for _, seconds in steps[: max(1, len(steps) // 3)]]
-    middle = statistics.median(used)
-    foreign = statistics.median(foreign for foreign, _ in steps)
-    return StepTime(middle, len(quiet), len(steps), foreign, (max(used) - min(used)) / middle)
+    quiet = [step for step in steps if step[0] <= QUIET_CORES]
+    used = quiet or steps[: max(1, len(steps) // 3)]
+    seconds = [step[1] for step in used]
+    middle = statistics.median(seconds)
+    return StepTime(
+        seconds=middle,
+        cpu_s=statistics.median(step[2] for step in used),
+        num_quiet=len(quiet),
+        num_steps=len(steps),
+        foreign_cores=statistics.median(step[0] for step in steps),
+        spread=(max(seconds) - min(seconds)) / middle,
+    )
 
 
 def median_of(rounds: Rounds, key: str, rank: int | None = None) -> float | None:

@@ -21,12 +21,13 @@ import sysconfig
 import time
 from pathlib import Path
 
-import shardwright.torch as smp
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
+
+import shardwright.torch as smp
 
 SEQUENCE = 128
 BATCH = 4
@@ -85,10 +86,10 @@ def train(args: argparse.Namespace) -> None:
     report = Report(args, first_step)
     with report.progress:
         for step in range(first_step, args.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, args.steps)
             optimizer.zero_grad(set_to_none=True)
             loss = train_step(model, batch_of(text, step)).reduce_mean()
+            for group in optimizer.param_groups:  # here, because a checkpoint is loaded in the first step
+                group["lr"] = learning_rate(step, args.steps)
             optimizer.step()
             report.add(step, loss.item())
             if step + 1 == args.save_at:

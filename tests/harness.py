@@ -162,6 +162,10 @@ class RankPool:
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def restart(self) -> None:
+        """End all processes; the next run starts new ones."""
+        self._kill()
+
     def _ensure_started(self) -> None:
         if any(not process.is_alive() for process in self._processes):
             self._kill()

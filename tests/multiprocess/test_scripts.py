@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,8 +42,13 @@ class Job:
 
 
 @contextlib.contextmanager
-def start(folder: Path, script: str, ranks: list[dict[str, str]]) -> Iterator[Job]:
-    """Start a script once for each set of variables; kill what is left at the end."""
+def start(
+    folder: Path, script: str, ranks: list[dict[str, str]], launcher: Sequence[str] = ()
+) -> Iterator[Job]:
+    """Start a script once for each set of variables; kill what is left at the end.
+
+    launcher: a module and its arguments that start the script instead.
+    """
     path = folder / "train.py"
     path.write_text(PRELUDE + textwrap.dedent(script))
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI_", "SLURM_", "SM_", "SHARDWRIGHT_")
@@ -52,7 +57,7 @@ def start(folder: Path, script: str, ranks: list[dict[str, str]]) -> Iterator[Jo
     clean["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(path)],
+            [sys.executable, *(["-m", *launcher] if launcher else []), str(path)],
             env={**clean, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -227,6 +232,34 @@ def test_sys_exit_on_one_rank(tmp_path: Path) -> None:
         (first_status, first), (second_status, second) = job.finish()
         assert (first_status, second_status, second) == (1, 3, "")
         assert "rank 1 has ended its script while rank 0 still waited for it" in first
+
+
+def test_a_script_may_destroy_the_groups_itself(tmp_path: Path) -> None:
+    script = f"""
+        context.init({CONFIG})
+        collectives.barrier()
+        torch.distributed.destroy_process_group()
+    """
+    with start(tmp_path, script, torchrun_variables(2)) as job:
+        assert job.finish() == [(0, ""), (0, "")]
+
+
+def test_torchrun_lets_every_rank_say_the_reason(tmp_path: Path) -> None:
+    script = f"""
+        context.init({CONFIG})
+        collectives.barrier()
+        if accessors.rank() == 1:
+            raise KeyError("missing column")
+        p2p.irecv(torch.empty(2), 1, 0).wait()
+    """
+    with start(
+        tmp_path, script, [{}], launcher=["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ) as job:
+        ((status, output),) = job.finish()
+        assert status == 1
+        assert "KeyError: 'missing column'" in output
+        assert "RemoteRankError: rank 1 failed: KeyError: 'missing column'" in output
+        assert "recvValue failed" not in output
 
 
 def test_ranks_may_end_at_different_times(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from shardwright.data_parallel import sync
 from shardwright.data_parallel.join import Join
 from shardwright.data_parallel.reducer import GradientReducer
 from shardwright.errors import UsageError
+from shardwright.pipeline.tape import in_parts
 from shardwright.topology import context
 
 Named = tuple[str, torch.Tensor]
@@ -94,7 +95,7 @@ class Gradients:
         self.reducers.append(reducer)
         for _, parameter in self._parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self.arrive)  # type: ignore[no-untyped-call]
 
     def broadcast(self, tensors: Iterable[Named], source: int = 0) -> None:
         """Give all replicas the parameters and buffers of one."""
@@ -122,7 +123,10 @@ class Gradients:
         """The script called for a backward."""
         self.has_gradients = True
 
-    def _arrive(self, parameter: nn.Parameter) -> None:
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """A parameter's `.grad` has grown: by one call, or by all calls of a microbatch that share it."""
+        if id(parameter) in in_parts:
+            return
         if not self._in_step and not self._in_plain_backward:
             self._plain_backward_begins()
         self.has_gradients = True

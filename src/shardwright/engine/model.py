@@ -92,6 +92,7 @@ class DistributedModel(PartAccessors, ModuleManners):
         pipeline = None
         if self._part.num_stages > 1:
             runtime = Runtime(self._part.stage, self._part.num_stages, world.device, placement.PipelineWire())
+            runtime.gradient_arrived = self._gradients.arrive
             pipeline = PipelineSteps(runtime, world.config.pipeline, self._scale)
         self._duties = StepDuties(
             self._part,

@@ -87,10 +87,23 @@ def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Place
             entry.tensor.data = placeholder(entry.tensor.shape, entry.tensor.dtype)
             entry.tensor.grad = None
         runtime.register(entry.name, entry.tensor, entry.owner, entry.home if entry.is_buffer else None)
+    runtime.module_names.update((id(module), name) for name, module in model.named_modules())
+    runtime.tied.update(_tied(model))
     for unit in units_of(runtime, model, plan.stage_of):
         unit.install()
     _estimate_costs(runtime, plan)
     return table
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """Ids of parameters that more than one module has."""
+    seen: set[int] = set()
+    tied: set[int] = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                (tied if id(parameter) in seen else seen).add(id(parameter))
+    return tied
 
 
 def place_whole(model: nn.Module, device: torch.device) -> list[Placed]:
@@ -114,4 +127,4 @@ def _estimate_costs(runtime: Runtime, plan: PartitionPlan) -> None:
     sizes = {u.name: 1 + sum(p.numel() for p in u.parameters) for u in runtime.units}
     for unit in runtime.units:
         stage = plan.stages[unit.owner]
-        runtime.cost_s[unit.name] = stage.work / 3 * sizes[unit.name] / max(1, stage.num_parameters)
+        runtime.cost[unit.name] = stage.work / 3 * sizes[unit.name] / max(1, stage.num_parameters)

@@ -64,10 +64,7 @@ def outline(tree: ModuleTree, prices: Prices, *, join_ties: bool) -> Outline:
     own = dict.fromkeys(keys, 0.0)
     holders: set[str] = set()
     for name, node in tree.nodes.items():
-        host = name
-        while host not in keys and host not in anchors:  # never ran: counts with an ancestor that did
-            host = tree.nodes[host].parent or ""
-        host = anchors.get(host, host)
+        host = _host(tree, name, keys, anchors)
         own[host] += prices.own[name]
         if node.parameters:
             holders.add(host)
@@ -144,12 +141,24 @@ def _anchors(tree: ModuleTree, keys: dict[str, tuple[int, int]], join_ties: bool
         if not any(child in keys for child in tree.nodes[user].children):
             groups.join((user, holder))
     anchors: dict[str, str] = {}
+    idle: list[tuple[str, ...]] = []
     for group in groups.sorted_by({name: index for index, name in enumerate(tree.nodes)}):
-        ran = [name for name in group if name in keys]
-        first = min(ran, key=keys.__getitem__, default=None)
-        if first is not None:
+        first = min((name for name in group if name in keys), key=keys.__getitem__, default=None)
+        if first is None:
+            idle.append(group)
+        else:
             anchors.update({name: first for name in group if name != first})
+    for group in idle:  # none of them ran: all go where the first would
+        host = _host(tree, group[0], keys, anchors)
+        anchors.update(dict.fromkeys(group, host))
     return anchors
+
+
+def _host(tree: ModuleTree, name: str, keys: dict[str, tuple[int, int]], anchors: dict[str, str]) -> str:
+    """Where a module counts: it or its nearest ancestor that ran, or the anchor of that."""
+    while name not in keys and name not in anchors:
+        name = tree.nodes[name].parent or ""
+    return anchors.get(name, name)
 
 
 def _preorder(children: dict[str, tuple[str, ...]]) -> tuple[str, ...]:

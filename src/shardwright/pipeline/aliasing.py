@@ -21,25 +21,30 @@ if TYPE_CHECKING:
 
 
 class Make:
-    """How a view is made from its base; `key` says the same in comparable form (None: not cacheable)."""
+    """How a view is made from its base; `key` says the same in comparable form (None: not cacheable).
 
-    __slots__ = ("key", "steps")
+    tracked: gradients flow through it (no step was made under no_grad, and none detaches).
+    """
 
-    def __init__(self, steps: tuple[Callable[[Any], Any], ...], key: Any) -> None:
+    __slots__ = ("key", "steps", "tracked")
+
+    def __init__(self, steps: tuple[Callable[[Any], Any], ...], key: Any, tracked: bool) -> None:
         self.steps = steps
         self.key = key
+        self.tracked = tracked
 
     def __call__(self, base: Any) -> Any:
-        for step in self.steps:
-            base = step(base)
+        with torch.set_grad_enabled(self.tracked):
+            for step in self.steps:
+                base = step(base)
         return base
 
-    def then(self, step: Callable[[Any], Any], key: Any) -> Make:
-        joined = None if self.key is None or key is None else (self.key, key)
-        return Make((*self.steps, step), joined)
+    def then(self, step: Callable[[Any], Any], key: Any, tracked: bool) -> Make:
+        joined = None if self.key is None or key is None else (self.key, key, tracked)
+        return Make((*self.steps, step), joined, self.tracked and tracked)
 
 
-_NOTHING = Make((), ())
+_NOTHING = Make((), (), True)
 
 
 def resolve(frame: Frame, placed: PlacedTensor) -> Value:
@@ -48,21 +53,27 @@ def resolve(frame: Frame, placed: PlacedTensor) -> Value:
     if parent is not None and placed._parent_version != parent._version_count:
         from shardwright.pipeline.glue import apply
 
-        assert placed._make is not None
         make = placed._make
-        fresh = apply(frame, "view", lambda xs: make(xs[0]), [parent], ("view", make.key), make.key is not None)
+        assert make is not None
+        # The mode that the view was made in counts, not that of the code that reads it.
+        with torch.set_grad_enabled(make.tracked):
+            fresh = apply(frame, "view", lambda xs: make(xs[0]), [parent], ("view", make.key), make.key is not None)
         placed._value = fresh._value
         placed._parent_version = parent._version_count
+    value = placed._value
+    if value.frame is frame:
+        return value
+    frame.in_order(placed)
     value = placed._value
     return value if value.frame is frame else frame.adopt_foreign(placed)
 
 
-def link_view(view: PlacedTensor, base: PlacedTensor, step: Callable[[Any], Any], key: Any) -> None:
+def link_view(view: PlacedTensor, base: PlacedTensor, step: Callable[[Any], Any], key: Any, tracked: bool) -> None:
     """Record that `view` is `step(base)`."""
     root, make = (base, _NOTHING) if base._parent is None else (base._parent, base._make)
     assert make is not None
     view._parent = root
-    view._make = make.then(step, key)
+    view._make = make.then(step, key, tracked)
     view._parent_version = root._version_count
     view._untracked = base._untracked
     root._views.add(view)
@@ -71,7 +82,10 @@ def link_view(view: PlacedTensor, base: PlacedTensor, step: Callable[[Any], Any]
 def change(
     frame: Frame, label: str, op: Callable[[Any, list[Any]], Any], target: PlacedTensor, others: list[Any], key: Any
 ) -> None:
-    """Apply the in-place `op(target, others)`: the target, its base and every live view see the new value."""
+    """Apply the in-place `op(target, others)`: the target, its base and every live view see the new value.
+
+    As in one process, a change under no_grad changes the value and leaves the gradient's way as it was.
+    """
     from shardwright.pipeline.glue import apply
 
     if target._untracked is not None:
@@ -83,35 +97,70 @@ def change(
     root = target if target._parent is None else target._parent
     make = _NOTHING if target._parent is None else target._make
     assert make is not None
+    if not make.tracked and torch.is_grad_enabled() and any(resolve(frame, o).spec.requires_grad for o in others):
+        raise UnsupportedOperationError(
+            f"in-place '{label}' writes values that require grad into a detached view of another tensor",
+            where=frame.where("glue"),
+            remedy=f"use the out-of-place form of '{label}', or clone() the detached tensor first",
+        )
 
     def changed(operands: list[Any]) -> Any:
-        whole = operands[0].clone()
+        with torch.enable_grad():
+            whole = operands[0].clone()
         op(make(whole), operands[1:])
         return whole
 
     cacheable = key is not None and make.key is not None
-    fresh = apply(frame, label, changed, [root, *others], ("change", key, make.key), cacheable)
+    fresh = apply(frame, label, changed, [root, *others], ("change", key, make.key, make.tracked), cacheable)
     root._value = fresh._value
     root._version_count += 1
 
 
-def replace(target: PlacedTensor, fresh: PlacedTensor, label: str) -> None:
-    """Let `target` become `fresh` (in-place changes of shape or of requires_grad)."""
-    if len(target._views) and label != "requires_grad_":
+def reshape(frame: Frame, label: str, step: Callable[[Any], Any], target: PlacedTensor, key: Any) -> None:
+    """Change the shape of an object in place: it becomes a view of what it was, and shares its changes."""
+    from shardwright.pipeline.glue import apply
+
+    if any(t is target for t in frame.runtime.converted):
         raise UnsupportedOperationError(
-            f"in-place '{label}' on a tensor that has views", remedy=f"use the out-of-place form of '{label}'"
+            f"in-place '{label}' on an ordinary tensor that a placed one was written into",
+            where=frame.where("glue"),
+            remedy=f"use the out-of-place form of '{label}'",
         )
+    base = target
+    if target._parent is None:
+        base = PlacedTensor.of(resolve(frame, target))
+        base._untracked = target._untracked
+        for view in list(target._views):
+            view._parent_version += base._version_count - target._version_count
+            view._parent = base
+            base._views.add(view)
+        target._views.clear()
+    else:
+        base = PlacedTensor.of(resolve(frame, target))
+        base._parent, base._make, base._untracked = target._parent, target._make, target._untracked
+        base._parent_version = target._parent_version
+    fresh = apply(frame, label, lambda xs: step(xs[0]), [base], ("reshape", key), key is not None)
+    target._value = fresh._value
+    link_view(target, base, step, key, torch.is_grad_enabled())
+
+
+def become(target: PlacedTensor, fresh: PlacedTensor) -> None:
+    """Let `target` point to the value of `fresh` from here on; its views stay what they are."""
     target._value = fresh._value
     target._parent, target._make = fresh._parent, fresh._make
     target._parent_version = fresh._parent_version
-    target._version_count += 1
 
 
 def convert(frame: Frame, tensor: torch.Tensor, label: str) -> PlacedTensor:
     """An ordinary tensor is changed in place by a placed one: from now on it is placed itself.
 
     Every rank holds its value. When the step ends it is an ordinary tensor again, with the new value everywhere.
+    One that this microbatch didn't make may be shared by others, which take turns.
     """
+    if not frame.made(tensor):
+        frame.in_order(tensor)
+        if type(tensor) is PlacedTensor:  # by a microbatch before this one
+            return tensor
     shared = tensor._is_view() or _num_users(tensor) > 2 or type(tensor) is not torch.Tensor
     if shared or tensor.requires_grad:
         raise UnsupportedOperationError(
@@ -123,6 +172,8 @@ def convert(frame: Frame, tensor: torch.Tensor, label: str) -> PlacedTensor:
     value = frame.new_value(spec_of(tensor), 0, tensor.detach().clone())
     value.copies = set(range(frame.runtime.size))
     value.born = frozenset(value.copies)
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))  # whoever reads it in a way that can't be seen shall not find the old value
     tensor.__class__ = PlacedTensor
     adopt(tensor, value)
     frame.runtime.converted.append(tensor)

@@ -1,25 +1,25 @@
 """Microbatches as threads with one baton.
 
-Each microbatch of a step runs on a thread of its own, so that what torch keeps per thread (grad mode, autocast, hooks,
-modes, streams) can't leak from one to another. Only the thread with the baton runs. A microbatch that must wait for
-a value is always set aside, whether or not the message has come, and `schedule.choose` names the next one; the
-thread that waits hands the baton over itself.
+Each microbatch of a step runs on a thread of its own, so that what torch keeps per thread (grad mode,
+autocast, hooks, modes, streams) can't leak from one to another. Only the thread with the baton runs. A
+microbatch that must wait for a value is always set aside, whether or not the message has come, and
+`schedule.Order` names the next one; the thread that waits hands the baton over itself.
+
+When a microbatch fails, or the main thread is interrupted, the others are unwound one after the other.
 """
 
 from __future__ import annotations
 
-import contextvars
+import ctypes
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.overrides import _get_current_function_mode_stack
-
 from shardwright.pipeline.frame import Frame
-from shardwright.pipeline.schedule import Policy, Waiting, choose
+from shardwright.pipeline.schedule import Order
+from shardwright.pipeline.streams import Streams
+from shardwright.pipeline.thread_state import ThreadState
 from shardwright.topology import context
 
 # The main thread looks up from its wait this often, so that a failure elsewhere can interrupt it.
@@ -27,146 +27,164 @@ _GLANCE_S = 0.5
 
 
 class _Cancelled(BaseException):
-    """Unwinds a microbatch that was set aside when another one failed."""
+    """Unwinds a microbatch of a step that has failed."""
 
 
 class Executor:
     """Runs the microbatches of one step on this rank. Used once.
 
     body(frame): runs a microbatch to its end on the calling thread.
-    policy: of this rank.   gate: no backward before all forwards ("simple").
+    order: who runs next on this rank.   gated: no backward before all forwards ("simple").
+    frames: of the microbatches begun so far.   turns: the microbatches in the order in which they got the
+    baton.
     """
 
     def __init__(
         self,
         body: Callable[[Frame], Any],
         make_frame: Callable[[int, Executor], Frame],
-        policy: Policy,
+        order: Order,
+        num_microbatches: int,
         *,
-        gate: bool,
+        gated: bool,
     ) -> None:
         self._body = body
         self._make_frame = make_frame
-        self._policy = policy
-        self._gate = gate
+        self._order = order
+        self._num_microbatches = num_microbatches
+        self._gated = gated
+        self._caller = Streams()
         self._state = ThreadState()
-        self._waiting: dict[int, _Seat] = {}
-        self._next_new = 0
-        self._num_done = 0
-        self._at_gate: set[int] = set()
-        self._finished = threading.Event()
+        # The lock guards what follows: the baton's holder changes it, and the main thread to stop the step.
+        self._lock = threading.Lock()
+        self._seats: dict[int, threading.Semaphore] = {}
+        self._running: int | None = None  # the thread with the baton, while it runs a body
         self._error: BaseException | None = None
-        self.frames: list[Frame] = []
+        self._finished = threading.Event()
         self._results: dict[int, Any] = {}
+        self.frames: list[Frame] = []
+        self.turns: list[int] = []
 
     def run(self) -> list[Any]:
-        """Run all microbatches; returns what `body` returned for each, in order. Raises what one of them raised."""
+        """Run all microbatches; returns what `body` returned for each. Raises what one of them raised."""
         board = context.world().board
+        self._caller.leave()
         try:
-            self._start_next()
+            self._pass_on()
             while not self._finished.wait(_GLANCE_S):
                 board.raise_if_failed()
         except BaseException as error:  # an interrupt in the main thread, or another rank's failure
-            if self._error is None:
-                self._error = error
-            self._cancel()
+            self._stop(error)
             self._finished.wait(2 * _GLANCE_S)
             raise
         finally:
-            board.running_thread = None
+            self._caller.enter()
         if self._error is not None:
             raise self._error
-        return [self._results[i] for i in range(self._policy.num_microbatches)]
+        return [self._results[i] for i in range(self._num_microbatches)]
+
+    def settle(self, timeout_s: float) -> None:
+        """After a failure: wait until no microbatch runs any more, but not longer than this."""
+        self._finished.wait(timeout_s)
+        self._caller.enter()
 
     # ------------------------------------------------------------------ called by frames, on their threads
 
     def wait_turn(self, frame: Frame) -> None:
         """Set the microbatch aside before a wait; returns when it is its turn."""
-        seat = _Seat(frame)
-        self._waiting[frame.index] = seat
-        chosen = self._choose()
-        if chosen == frame.index:
-            del self._waiting[chosen]
-            return
+        index = frame.index
+        seat = threading.Semaphore(0)
+        with self._lock:
+            if self._error is not None:
+                raise _Cancelled
+            if frame.strayed:
+                self._order.stray(index)
+            self._order.set_aside(index)
+            chosen = self._order.next()
+            assert chosen is not None
+            self.turns.append(chosen)
+            if chosen == index:
+                return
+            self._seats[index] = seat
         frame.streams.leave()
         self._hand_to(chosen)
-        seat.baton.acquire()
-        if self._error is not None:
-            raise _Cancelled
-        context.world().board.running_thread = threading.get_ident()
+        seat.acquire()
         frame.streams.enter()
+        with self._lock:
+            if self._error is not None:
+                raise _Cancelled
+            self._running = threading.get_ident()
 
     def forward_done(self, frame: Frame) -> None:
         """With "simple": wait until every microbatch of this rank is done with forward."""
-        if self._gate and frame.index not in self._at_gate:
-            self._at_gate.add(frame.index)
+        self._order.at_gate(frame.index)
+        if self._gated:
             self.wait_turn(frame)
 
     # ------------------------------------------------------------------ the baton
 
-    def _choose(self) -> int:
-        total = self._policy.num_microbatches
-        closed = self._gate and len(self._at_gate) < total
-        waiting = [
-            Waiting(i, not seat.frame.computed, closed and i in self._at_gate) for i, seat in self._waiting.items()
-        ]
-        return choose(self._policy, waiting, self._next_new)
-
-    def _hand_to(self, index: int) -> None:
-        if index == self._next_new and index not in self._waiting:
-            self._next_new += 1
-            _workers.run(lambda: self._run_one(index))
-        else:
-            self._waiting.pop(index).baton.release()
-
-    def _start_next(self) -> None:
-        self._hand_to(self._choose())
-
-    def _run_one(self, index: int) -> None:
-        try:
-            context.world().board.running_thread = threading.get_ident()
-            frame = self._make_frame(index, self)
-            self.frames.append(frame)
-            frame.streams.begin()
-            with self._state.applied():
-                self._results[index] = self._body(frame)
-        except _Cancelled:
-            pass
-        except BaseException as error:
-            if self._error is None:
-                error.__dict__.setdefault("shardwright_microbatch", index)
-                self._error = error
-            self._cancel()
-        self._num_done += 1
-        self._at_gate.add(index)  # without a backward it never comes to the gate
-        if self._error is not None:
-            if not self._waiting:
-                self._finished.set()
-        elif self._num_done == self._policy.num_microbatches:
+    def _pass_on(self) -> None:
+        """Give the baton to the next microbatch; end the step if there is none, or wake one to unwind it."""
+        with self._lock:
+            if self._error is not None:
+                chosen = next(iter(self._seats), None)
+            else:
+                chosen = self._order.next()
+                self.turns += [] if chosen is None else [chosen]
+        if chosen is None:
             self._finished.set()
         else:
-            self._start_next()
+            self._hand_to(chosen)
 
-    def _cancel(self) -> None:
-        """Wake every microbatch that was set aside, so that its thread unwinds."""
-        for index in list(self._waiting):
-            seat = self._waiting.pop(index, None)
-            if seat is not None:
-                seat.baton.release()
+    def _hand_to(self, index: int) -> None:
+        with self._lock:
+            seat = self._seats.pop(index, None)
+        if seat is not None:
+            seat.release()
+        else:
+            _workers.run(lambda: self._run_one(index))
 
+    def _run_one(self, index: int) -> None:
+        """Run a microbatch on this thread from its start to its end, and pass the baton on."""
+        error: BaseException | None = None
+        try:
+            try:
+                with self._lock:
+                    self._running = threading.get_ident()
+                frame = self._make_frame(index, self)
+                self.frames.append(frame)
+                self._state.run(lambda: self._run_body(frame))
+            finally:
+                with self._lock:
+                    self._running = None
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            if error is not None and self._error is None:
+                error.__dict__.setdefault("shardwright_microbatch", index)
+                self._error = error
+            self._order.done(index)
+        self._pass_on()
 
-class _Seat:
-    """Where a microbatch waits for the baton."""
+    def _run_body(self, frame: Frame) -> None:
+        frame.streams.begin(self._caller)
+        self._results[frame.index] = self._body(frame)
+        frame.finished = True
 
-    __slots__ = ("baton", "frame")
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
-        self.baton = threading.Semaphore(0)
+    def _stop(self, error: BaseException) -> None:
+        """End the step from the main thread: unwind the microbatch that runs, and with it all others."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            if self._running is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._running), ctypes.py_object(_Cancelled)
+                )
 
 
 class _Workers:
-    """Threads that are used again: a new thread would bring a new memory arena and a new team of OpenMP threads."""
+    """Threads that are used again: a new one would bring a new memory arena and a new team of OpenMP
+    threads."""
 
     def __init__(self) -> None:
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
@@ -187,45 +205,11 @@ class _Workers:
 
     def _serve(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
         while True:
-            inbox.get()()
+            job = inbox.get()
+            job()
+            del job  # it holds the step
             with self._lock:
                 self._idle.append(inbox)
 
 
 _workers = _Workers()
-
-
-class ThreadState:
-    """What torch keeps per thread, read from the thread that makes this, to be applied on others."""
-
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-        ]
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._modes: Sequence[Any] = tuple(_get_current_function_mode_stack())
-        self._context = contextvars.copy_context()
-        self._cuda_stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-    def applied(self) -> ExitStack:
-        """A context manager under which the current thread has this state."""
-        stack = ExitStack()
-        for variable, value in self._context.items():
-            stack.callback(variable.reset, variable.set(value))
-        stack.enter_context(torch.inference_mode(self._inference))
-        if not self._inference:
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-        for kind, enabled, dtype in self._autocast:
-            stack.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
-            stack.callback(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind))
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(self._autocast_cache)
-        for mode in self._modes:
-            stack.enter_context(mode)
-        if self._cuda_stream is not None:
-            stack.enter_context(torch.cuda.stream(self._cuda_stream))
-        return stack

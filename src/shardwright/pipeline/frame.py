@@ -1,27 +1,28 @@
 """One microbatch in flight: its values, its tape, its messages, and the calls made in its name.
 
-A frame lives on one thread on every rank of the pipeline group. All its methods are called at the same point of
-the same program on all ranks; what differs is only who holds what.
+A frame lives on one thread on every rank of the pipeline group. All its methods are called at the same point
+of the same program on all ranks; what differs is only who holds what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline import messages
 from shardwright.pipeline.placed import PlacedTensor, Value, native
-from shardwright.pipeline.spec import Spec, contiguous_stride, for_wire, spec_of, wire_stride
-from shardwright.pipeline.schedule import Event
+from shardwright.pipeline.schedule import Event, strays
+from shardwright.pipeline.spec import Spec, carries_grad, contiguous_stride, for_wire, spec_of, wire_stride
 from shardwright.pipeline.streams import Streams, torch_forked
 from shardwright.pipeline.tape import Entry, Tape, gradient_spec
 from shardwright.topology import context, rng
 
 if TYPE_CHECKING:
     from shardwright.pipeline.runtime import Registered, Runtime
+    from shardwright.pipeline.unit import Unit
 
 
 class Handle(Protocol):
@@ -35,7 +36,7 @@ class Turns(Protocol):
         """Set this microbatch aside; returns when it is chosen again."""
 
     def forward_done(self, frame: Frame) -> None:
-        """Called before the first backward; returns when backward may begin."""
+        """Called once, before the first backward; returns when backward may begin."""
 
 
 class Call(NamedTuple):
@@ -52,11 +53,22 @@ class Frame:
     turns: gives the baton away before a wait, and takes it back.
     seed: base of the random streams of this step, equal on the pipeline group.
     gradient_scale: what the loss is multiplied with (1 / num_microbatches to average over them).
-    program: what this microbatch made the ranks do, for the schedule.   calls: the same in words, for agreement.
+    expected: the program for which the rank's turns were planned, if they were.
+    program: what this microbatch made the ranks do, for the schedule.
+    calls: the same in words, for agreement.
+    strayed: it left the expected program.   finished: it came to its end.
+    told: outcomes of units that were announced in this microbatch, see `spec_cache`.
     """
 
     def __init__(
-        self, runtime: Runtime, index: int, turns: Turns, *, seed: int, gradient_scale: float = 1.0
+        self,
+        runtime: Runtime,
+        index: int,
+        turns: Turns,
+        *,
+        seed: int,
+        gradient_scale: float = 1.0,
+        expected: Sequence[Event] | None = None,
     ) -> None:
         self.runtime = runtime
         self.index = index
@@ -69,11 +81,23 @@ class Frame:
         self.calls: list[Call] = []
         self.gradient_scale = gradient_scale
         self.checkpointing = 0
-        self.computed = False
+        self.step = runtime.num_steps
+        self.told: dict[Any, Any] = {}
+        self.strayed = False
+        self.finished = False
+        self._expected = expected
+        self._in_backward = False
         self._turns = turns
         self._num_values = 0
         self._leaves: dict[int, PlacedTensor] = {}
-        self._sent: list[Handle] = []
+        self._sent: dict[int, list[Handle]] = {}
+        self._unit_entries: dict[str, list[Entry]] = {}
+
+    def note(self, event: Event) -> None:
+        """Enter an event into the program; called before what it stands for."""
+        if strays(event, len(self.program), self._expected):
+            self.strayed = True
+        self.program.append(event)
 
     # ------------------------------------------------------------------ values
 
@@ -87,7 +111,7 @@ class Frame:
         if rank in value.copies:
             return
         value.copies.add(rank)
-        self.program.append(Event("move", value.holder, rank))
+        self.note(Event("move", value.holder, rank))
         if self.rank == value.holder:
             assert value.tensor is not None
             self.send(for_wire(value.tensor.detach(), value.spec), rank)
@@ -97,23 +121,22 @@ class Frame:
     def parameter_leaf(self, registered: Registered) -> PlacedTensor:
         """The placed value that glue sees for a parameter or buffer: held by its owner."""
         known = self._leaves.get(id(registered))
-        if known is not None and not registered.is_buffer:
-            if known._value.spec.requires_grad == (registered.tensor.requires_grad and torch.is_grad_enabled()):
-                return known
         real = registered.tensor
         wants_grad = real.requires_grad and torch.is_grad_enabled()
+        if known is not None and not registered.is_buffer and known._value.spec.requires_grad == wants_grad:
+            return known
         spec = Spec(tuple(real.shape), contiguous_stride(tuple(real.shape)), real.dtype, wants_grad)
         mine = self.rank == registered.owner
         value = self.new_value(spec, registered.owner, real.detach() if mine else None)
         if wants_grad:
-            parameter = registered.tensor
+            parameter = cast(torch.nn.Parameter, registered.tensor)
 
             def accumulate(gradient: torch.Tensor) -> None:
                 torch.autograd.backward(parameter, gradient)
 
-            self.tape.record(
-                Entry(registered.name, registered.owner, (), (value.id,), ((),), sink=accumulate), [value]
-            )
+            entry = Entry(registered.name, registered.owner, (), (value.id,), ((),), sink=accumulate)
+            entry.shared = (parameter,)
+            self.tape.record(entry, [value])
         placed = PlacedTensor.of(value)
         self._leaves[id(registered)] = placed
         return placed
@@ -138,7 +161,9 @@ class Frame:
         spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, True)
         leaf = self.new_value(spec, value.holder, value.tensor)
         leaf.copies = set(value.copies)
-        self.tape.record(Entry("leaf", leaf.holder, (), (leaf.id,), ((),), sink=lambda gradient: None), [leaf])
+        self.tape.record(
+            Entry("leaf", leaf.holder, (), (leaf.id,), ((),), sink=lambda gradient: None), [leaf]
+        )
         return PlacedTensor.of(leaf)
 
     def adopt_foreign(self, placed: PlacedTensor) -> Value:
@@ -146,7 +171,8 @@ class Frame:
         old = placed._value
         if old.spec.requires_grad:
             raise UnsupportedOperationError(
-                f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch {self.index}",
+                f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch"
+                f" {self.index}",
                 where=self.where("glue"),
                 remedy="detach() what is kept from one microbatch to the next",
             )
@@ -170,7 +196,6 @@ class Frame:
             if value.spec.requires_grad:
                 leaf.requires_grad_(True)
             leaves.append(leaf)
-        self.computed = True
         seed = rng.derive_seed(self.seed, len(self.calls))
         with native(), context.own_view(), (streams or torch_forked)(seed):
             result = run(leaves)
@@ -185,7 +210,7 @@ class Frame:
         depends: Sequence[tuple[int, ...]],
         results: Sequence[torch.Tensor] | None,
         leaves: Sequence[torch.Tensor] | None,
-        after: Callable[[], None] | None = None,
+        unit: Unit | None = None,
     ) -> list[Value]:
         """Enter a call that was made: its result values, and its entry if a gradient can flow through it."""
         values = []
@@ -193,7 +218,7 @@ class Frame:
             tensor = None if results is None else results[i].detach()
             values.append(self.new_value(spec, owner, tensor))
         self.calls.append(Call(label, owner, tuple(outputs)))
-        self.program.append(Event("call", owner, seconds=self.runtime.cost_s.get(label, 0.0)))
+        self.note(Event("call", owner, cost=self.runtime.cost.get(label, 0.0)))
         if any(spec.requires_grad for spec in outputs):
             positions = [i for i, v in enumerate(inputs) if v.spec.requires_grad]
             place = {p: k for k, p in enumerate(positions)}
@@ -203,13 +228,24 @@ class Frame:
                 tuple(inputs[p].id for p in positions),
                 tuple(v.id for v in values),
                 tuple(tuple(place[p] for p in d if p in place) for d in depends),
-                after=after,
             )
             if results is not None and leaves is not None:
+                if unit is not None:
+                    self._share(entry, unit)
                 entry.leaves = [leaves[p] for p in positions]
                 entry.roots = [_root(t) for t in results]
             self.tape.record(entry, values)
         return values
+
+    def _share(self, entry: Entry, unit: Unit) -> None:
+        """Mark the parameters that this call has in common with other calls of the microbatch."""
+        earlier = self._unit_entries.setdefault(unit.name, [])
+        earlier.append(entry)
+        if len(earlier) > 1:
+            for one in earlier:
+                one.shared = unit.trainable
+        else:
+            entry.shared = unit.tied
 
     # ------------------------------------------------------------------ backward
 
@@ -228,8 +264,10 @@ class Frame:
                 )
             given = None if gradients is None else gradients[i]
             roots.append((value, self._seed_gradient(value, given)))
-        self.program.append(Event("gate"))
-        self._turns.forward_done(self)
+        if not self._in_backward:
+            self._in_backward = True
+            self.note(Event("gate"))
+            self._turns.forward_done(self)
         with native(), context.own_view():
             self.tape.backward(roots, self)
 
@@ -255,11 +293,13 @@ class Frame:
         return given * self.gradient_scale if self.gradient_scale != 1.0 else given
 
     def gradient_moves(self, source: int, to: int) -> None:
-        self.program.append(Event("move", source, to))
+        self.note(Event("move", source, to))
 
     def backward_runs(self, entry: Entry) -> None:
-        seconds = 2 * self.runtime.cost_s.get(entry.label, 0.0)
-        self.program.append(Event("call", entry.owner, seconds=seconds))
+        self.note(Event("call", entry.owner, cost=2 * self.runtime.cost.get(entry.label, 0.0)))
+
+    def gradient_arrived(self, parameter: torch.nn.Parameter) -> None:
+        self.runtime.gradient_arrived(parameter)
 
     def send_gradient(self, tensor: torch.Tensor, to: int) -> None:
         self.send(tensor.contiguous(), to)
@@ -270,41 +310,51 @@ class Frame:
     # ------------------------------------------------------------------ messages
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        self._sent.append(self.runtime.wire.send(tensor, to, self.index))
+        self._sent.setdefault(to, []).append(self.runtime.wire.send(tensor, to, self.index))
 
     def receive(self, spec: Spec, source: int) -> torch.Tensor:
         """Receive a tensor of a known spec; other microbatches run meanwhile."""
-        return self.wait(self.post_receive(spec, source))
+        received: torch.Tensor = self.wait(self.post_receive(spec, source))
+        self._answered_by(source)
+        return received
 
     def post_receive(self, spec: Spec, source: int) -> Handle:
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=self.device)
         return self.runtime.wire.receive(buffer, source, self.index)
-
-    def yield_turn(self) -> None:
-        """Let other microbatches go on."""
-        with context.own_view():
-            self._turns.wait_turn(self)
 
     def wait(self, handle: Handle) -> Any:
         with context.own_view():
             self._turns.wait_turn(self)
             return handle.wait()
 
-    def settle_sends(self) -> None:
-        """Wait until everything this microbatch sent has arrived; it has, once its results came back."""
-        for handle in self._sent:
+    def _answered_by(self, rank: int) -> None:
+        """A rank that has sent something had received all that was sent to it before that: let go of it."""
+        for handle in self._sent.pop(rank, ()):
             handle.wait()
-        self._sent.clear()
 
-    def announce(self, holder: int, payload: Any) -> Any:
-        """Tell the group a Python value that only `holder` knows; returns it on every rank."""
+    def settle_sends(self) -> None:
+        """Wait until everything this microbatch sent has arrived; called when all ranks are at the end of the
+        step."""
+        for rank in list(self._sent):
+            self._answered_by(rank)
+
+    def announce(self, holder: int, payload: Any, *, once: bool = False) -> Any:
+        """Tell the group a Python value that only `holder` knows; returns it on every rank.
+
+        once: it is about something new, so the next step won't announce it. The same on all ranks.
+        """
         if self.runtime.size == 1:
             return payload
-        self.program.append(Event("tell", holder))
+        self.note(Event("tell", holder, once=once))
         if self.rank != holder:
-            return messages.receive_value(self.runtime.wire, holder, self.index, self.wait)
+            told = messages.receive_value(self.runtime.wire, holder, self.index, self.wait)
+            self._answered_by(holder)
+            return told
         others = [r for r in range(self.runtime.size) if r != holder]
-        self._sent += messages.send_value(self.runtime.wire, payload, others, self.index)
+        for rank in others:
+            self._sent.setdefault(rank, []).extend(
+                messages.send_value(self.runtime.wire, payload, [rank], self.index)
+            )
         return payload
 
     # ------------------------------------------------------------------ words
@@ -315,6 +365,7 @@ class Frame:
 
 def _root(result: torch.Tensor) -> Any:
     """What backward needs of a result: its place in the graph, without keeping its memory."""
-    if not result.requires_grad:
+    if not carries_grad(result):
         return None
-    return torch.autograd.graph.get_gradient_edge(result)
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(result)

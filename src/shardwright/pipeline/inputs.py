@@ -1,25 +1,28 @@
 """Step inputs come from pipeline rank 0: structure, tensors and plain values are sent to its group once per step.
 
-What is each rank's own stays so: modules, optimizers, devices, and every object that is neither a container nor
-has `smp_slice`. On other ranks the values passed for everything else are ignored (they may be dummies).
+What is each rank's own stays so: modules, optimizers, devices, and every object that holds no data of the batch. Data
+are containers and mappings, objects with `smp_slice`, dataclasses with tensors in them, NumPy arrays and the like. On
+other ranks the values passed for those are ignored (they may be dummies).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwright.errors import UsageError
+from shardwright.errors import AgreementError, UsageError
 from shardwright.pipeline import messages
-from shardwright.pipeline.containers import contents, with_contents
+from shardwright.pipeline.containers import contents, is_dataclass_instance, with_contents
 from shardwright.pipeline.microbatch import Microbatch
 from shardwright.pipeline.runtime import Runtime
 from shardwright.pipeline.spec import Spec, for_wire, spec_of, wire_stride
-from shardwright.transport.structure import Builder, Node, Walker
+from shardwright.topology import context
+from shardwright.transport.structure import Builder, Node, Walker, is_data
 
 _CHANNEL = 0
 
@@ -28,13 +31,18 @@ Split = Callable[[Any, Any], list[Microbatch]]
 
 @dataclass(frozen=True)
 class _Call:
-    """A step call in transit: nodes of its arguments, and the tensors that follow."""
+    """A step call in transit: nodes of its arguments, and the tensors that follow.
+
+    tensors: spec, and whether it is on the CPU, per tensor.   opaques: values that travel pickled, by number.
+    """
 
     args: tuple[Node, ...]
     kwargs: tuple[tuple[str, Node], ...]
     cells: tuple[Node, ...]
     tensors: tuple[tuple[Spec, bool], ...]
+    opaques: dict[int, Any]
     seed: int
+    step: str
 
 
 @dataclass(frozen=True)
@@ -45,10 +53,11 @@ class _Own:
 
 
 def send_inputs(
-    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, seed: int
+    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, seed: int, step: str
 ) -> tuple[list[Microbatch], int]:
     """On pipeline rank 0: check and split the inputs, then send them to the group.
 
+    step: the step function, in words.
     Raises: what is wrong with them, after telling the others, which raise the same.
     """
     others = list(range(1, runtime.size))
@@ -58,79 +67,148 @@ def send_inputs(
         microbatches = split(args, kwargs)
         walker = Walker(_is_own)
         call = _Call(
-            tuple(_describe(walker, a) for a in args),
-            tuple((k, _describe(walker, v)) for k, v in kwargs.items()),
+            tuple(walker.describe(a) for a in args),
+            tuple((k, walker.describe(v)) for k, v in kwargs.items()),
             tuple(walker.contents),
             tuple((spec_of(t), t.device.type == "cpu") for t in walker.tensors),
+            {n: v for n, v in enumerate(walker.opaques) if is_data(v)},
             seed,
+            step,
         )
+        data = _pack(call)
     except Exception as error:
-        handles = messages.send_value(wire, error, others, _CHANNEL)
-        for handle in handles:
+        for handle in messages.send_bytes(wire, _pack_error(error), others, _CHANNEL):
             handle.wait()
         raise
-    handles = messages.send_value(wire, call, others, _CHANNEL)
+    handles = messages.send_bytes(wire, data, others, _CHANNEL)
     for tensor, (spec, _) in zip(walker.tensors, call.tensors, strict=True):
         ready = for_wire(tensor.detach(), spec)
         handles += [wire.send(ready, rank, _CHANNEL) for rank in others]
+    runtime.own = {id(v): v for v in walker.opaques}
+    if any(spec.stride != wire_stride(spec) for spec, _ in call.tensors):
+        # Every rank must see the same strides: those in which the tensors travelled.
+        tensors = [
+            t if s.stride == wire_stride(s) else t.contiguous()
+            for t, (s, _) in zip(walker.tensors, call.tensors, strict=True)
+        ]
+        builder = Builder(tensors, [], walker.contents, dict(enumerate(walker.opaques)))
+        again = tuple(builder.value(n) for n in call.args), {k: builder.value(n) for k, n in call.kwargs}
+        microbatches = split(*again)
     for handle in handles:
         handle.wait()
     return microbatches, seed
 
 
 def receive_inputs(
-    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any
+    runtime: Runtime, signature: inspect.Signature, split: Split, args: Any, kwargs: Any, step: str
 ) -> tuple[list[Microbatch], int]:
-    """On the other pipeline ranks: take rank 0's inputs, and this rank's own modules and objects."""
-    wire = runtime.wire
-    call = messages.receive_value(wire, 0, _CHANNEL, lambda handle: handle.wait())
+    """On the other pipeline ranks: take rank 0's inputs, and this rank's own modules and objects.
+
+    Raises: AgreementError if pipeline rank 0 is in another step function.
+    """
+    call = messages.receive_value(runtime.wire, 0, _CHANNEL, lambda handle: handle.wait())
     if isinstance(call, Exception):
         raise call
+    try:
+        if call.step != step:
+            raise AgreementError(
+                f"ranks of a pipeline group are in different step functions: pipeline rank 0 in {call.step},"
+                f" pipeline rank {runtime.rank} in {step}",
+                remedy="make every rank of a pipeline group call the same step functions, equally often: no branches"
+                " on torch.distributed.get_rank(), no loops over data of different length",
+            )
+        return _take(runtime, call, split, args, kwargs), call.seed
+    except Exception as error:
+        context.world().board.report(error)
+        raise
+
+
+def _take(runtime: Runtime, call: _Call, split: Split, args: Any, kwargs: Any) -> list[Microbatch]:
     handles = []
     for spec, on_cpu in call.tensors:
         device = torch.device("cpu") if on_cpu else runtime.device
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=device)
-        handles.append(wire.receive(buffer, 0, _CHANNEL))
+        handles.append(runtime.wire.receive(buffer, 0, _CHANNEL))
     tensors = [h.wait().requires_grad_(s.requires_grad) for h, (s, _) in zip(handles, call.tensors, strict=True)]
-    builder = Builder(tensors, [], call.cells, lambda node: _Own(node[1]))
+    builder = Builder(tensors, [], call.cells, call.opaques, lambda node: _Own(node[1]))
+    runtime.own = {}
+    graft = _Graft(runtime.own)
     made_args = [
-        _graft(builder.value(node), args[i] if i < len(args) else _MISSING, f"argument {i}")
+        graft(builder.value(node), args[i] if i < len(args) else _MISSING, f"argument {i}")
         for i, node in enumerate(call.args)
     ]
     made_kwargs = {
-        k: _graft(builder.value(node), kwargs.get(k, _MISSING), f"argument '{k}'") for k, node in call.kwargs
+        k: graft(builder.value(node), kwargs.get(k, _MISSING), f"argument '{k}'") for k, node in call.kwargs
     }
-    return split(tuple(made_args), made_kwargs), call.seed
+    return split(tuple(made_args), made_kwargs)
 
+
+# ---------------------------------------------------------------------- what is sent
+
+
+def _is_own(value: Any) -> bool:
+    """Is this object each rank's own (as opposed to data of the batch)?"""
+    if isinstance(value, (list, dict, set, Mapping)) or callable(getattr(value, "smp_slice", None)):
+        return False
+    return not (is_dataclass_instance(value) and _has_tensors(value))
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    inside = contents(value, dataclass_too=True)
+    return inside is not None and any(_has_tensors(v) for v in inside[1])
+
+
+def _pack(call: _Call) -> bytes:
+    try:
+        return messages.pack(call)
+    except Exception as error:
+        raise UsageError(
+            f"the arguments of the step function can't be sent to other pipeline ranks: {error}",
+            remedy="pass tensors and plain values in containers whose classes are defined at the top level of a module",
+        ) from error
+
+
+def _pack_error(error: Exception) -> bytes:
+    """The error itself if it can travel, else one with its words."""
+    try:
+        data = messages.pack(error)
+        pickle.loads(data)
+        return data
+    except Exception:
+        return messages.pack(UsageError(f"pipeline rank 0 could not take the step's arguments: {error!r}"))
+
+
+# ---------------------------------------------------------------------- what each rank has itself
 
 _MISSING = object()
 
 
-def _is_own(value: Any) -> bool:
-    return not (isinstance(value, (list, dict, set)) or hasattr(value, "smp_slice"))
+class _Graft:
+    """Puts what this rank has itself into the places of the placeholders. own: takes note of it."""
 
+    def __init__(self, own: dict[int, Any]) -> None:
+        self._own = own
 
-def _describe(walker: Walker, value: Any) -> Node:
-    if isinstance(value, torch.device):
-        return ("opaque", "torch.device")
-    return walker.describe(value)
-
-
-def _graft(value: Any, own: Any, path: str) -> Any:
-    """`value` with every placeholder replaced by what this rank has at the same place."""
-    if isinstance(value, _Own):
-        if own is _MISSING:
-            raise UsageError(
-                f"{path} is a {value.type_name} on pipeline rank 0, and is missing on this rank",
-                remedy="call the step function with the same arguments on every rank of a pipeline group",
-            )
-        return own
-    inside = contents(value)
-    if inside is None:
-        return value
-    mine = contents(own)
-    own_parts = dict(zip(*mine, strict=True)) if mine is not None else {}
-    parts = [_graft(v, own_parts.get(label, _MISSING), path + label) for label, v in zip(*inside, strict=True)]
-    if all(a is b for a, b in zip(parts, inside[1], strict=True)):
-        return value
-    return with_contents(value, parts)
+    def __call__(self, value: Any, mine: Any, path: str) -> Any:
+        """`value` with every placeholder replaced by what `mine` has at the same place."""
+        if isinstance(value, _Own):
+            if mine is _MISSING:
+                raise UsageError(
+                    f"{path} is a {value.type_name} on pipeline rank 0, and is missing on this rank",
+                    remedy="call the step function with the same arguments on every rank of a pipeline group",
+                )
+            self._own[id(mine)] = mine
+            return mine
+        inside = contents(value, dataclass_too=True)
+        if inside is None:
+            return value
+        own_parts: dict[str, Any] = {}
+        of_mine = contents(mine, dataclass_too=True)
+        if of_mine is not None:
+            own_parts = dict(zip(*of_mine, strict=True))
+        parts = [self(v, own_parts.get(label, _MISSING), path + label) for label, v in zip(*inside, strict=True)]
+        if all(a is b for a, b in zip(parts, inside[1], strict=True)):
+            return value
+        return with_contents(value, parts)

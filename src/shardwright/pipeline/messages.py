@@ -14,9 +14,18 @@ _HEADER_BYTES = 1024
 _LENGTH_BYTES = 8
 
 
+def pack(value: Any) -> bytes:
+    """A value as `send_bytes` takes it. Raises: what pickle raises."""
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
 def send_value(wire: Wire, value: Any, to: list[int], channel: int) -> list[Any]:
     """Send a picklable value to the pp ranks `to`; returns the handles of the sends."""
-    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return send_bytes(wire, pack(value), to, channel)
+
+
+def send_bytes(wire: Wire, data: bytes, to: list[int], channel: int) -> list[Any]:
+    """Send a packed value to the pp ranks `to`; returns the handles of the sends."""
     room = _HEADER_BYTES - _LENGTH_BYTES
     header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
     _fill(header, len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room])

@@ -1,29 +1,34 @@
-"""One step over several stages: every rank of the pipeline group runs the body on pipeline rank 0's inputs."""
+"""One step over several stages: every rank of the pipeline group runs the body on pipeline rank 0's
+inputs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
-from shardwright.errors import RemoteRankError, ShardwrightError
-from shardwright.pipeline import agreement, aliasing
+from shardwright.pipeline import agreement, aliasing, blame
 from shardwright.pipeline.executor import Executor
 from shardwright.pipeline.frame import Frame
 from shardwright.pipeline.glue import GlueMode
-from shardwright.pipeline.inputs import receive_inputs, send_inputs
+from shardwright.pipeline.inputs import Split, receive_inputs, send_inputs
 from shardwright.pipeline.intercept import installed
 from shardwright.pipeline.microbatch import Microbatch
 from shardwright.pipeline.placed import PlacedTensor, Value, enter_frame
 from shardwright.pipeline.runtime import Runtime
-from shardwright.pipeline.schedule import Event, Kind, Policy, plan_policies, safe_policies
+from shardwright.pipeline.schedule import Kind, Order, cautious_limit
 from shardwright.pipeline.spec import for_wire, wire_stride
+from shardwright.pipeline.timetable import Timetable, make_timetable
 from shardwright.topology import context
 from shardwright.transport.structure import Builder, Walker
 
 _CHANNEL = 0
+
+_UNWIND_S = 2.0
+"""How long microbatches may take to unwind after a failure."""
 
 
 class Around(Protocol):
@@ -33,7 +38,8 @@ class Around(Protocol):
 
 
 class PipelineSteps:
-    """Runs the steps of one model on one rank of its pipeline group; remembers what it learns of each program.
+    """Runs the steps of one model on one rank of its pipeline group; remembers what it learns of each
+    program.
 
     gradient_scale: what each microbatch's loss counts, given their number.
     """
@@ -42,8 +48,7 @@ class PipelineSteps:
         self.runtime = runtime
         self._kind: Kind = kind
         self._gradient_scale = gradient_scale
-        self._policies: dict[Any, list[Policy]] = {}
-        self._programs: dict[Any, Sequence[Event]] = {}
+        self._tables: WeakKeyDictionary[Callable[..., Any], dict[Any, Timetable]] = WeakKeyDictionary()
 
     def run(
         self,
@@ -54,19 +59,25 @@ class PipelineSteps:
         args: Any,
         kwargs: Any,
     ) -> tuple[list[Any], list[int] | None]:
-        """Run one step; returns each microbatch's result, with real tensors on every rank, and their sizes."""
+        """Run one step; returns each microbatch's result, with real tensors on every rank, and their
+        sizes."""
         runtime = self.runtime
-        seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())
-        if runtime.rank == 0:
-            microbatches, seed = send_inputs(runtime, signature, split, args, kwargs, seed)
-        else:
-            microbatches, seed = receive_inputs(runtime, signature, split, args, kwargs)
+        microbatches, seed = self._inputs(function, signature, split, args, kwargs)
         count = len(microbatches)
-        key = (id(function), count, torch.is_grad_enabled())
-        policies = self._policies.get(key) or self._safe(count)
+        tables = self._tables.setdefault(function, {})
+        key = (count, torch.is_grad_enabled(), _flavour(microbatches[0]))
+        table = tables.get(key)
+        runtime.num_steps += 1
 
         def make_frame(index: int, executor: Executor) -> Frame:
-            return Frame(runtime, index, executor, seed=seed, gradient_scale=self._gradient_scale(count))
+            return Frame(
+                runtime,
+                index,
+                executor,
+                seed=seed,
+                gradient_scale=self._gradient_scale(count),
+                expected=None if table is None else table.program,
+            )
 
         def body(frame: Frame) -> _Published:
             microbatch = microbatches[frame.index]
@@ -77,10 +88,13 @@ class PipelineSteps:
                     result = function(*microbatch.args, **microbatch.kwargs)
                     with torch.no_grad():
                         return _Published(frame, result)
+            except Exception as error:
+                blame.name_place(error, runtime, frame.index)
+                raise
             finally:
                 enter_frame(None)
 
-        executor = Executor(body, make_frame, policies[runtime.rank], gate=self._kind == "simple")
+        executor = Executor(body, make_frame, self._order(count, table), count, gated=self._kind == "simple")
         try:
             with installed():
                 published = executor.run()
@@ -90,31 +104,46 @@ class PipelineSteps:
             self._settle()
             agreement.check(runtime, executor.frames)
         except BaseException as error:
-            self._fail(error)
+            runtime.forget()
+            self._fail(error, executor)
             raise
-        self._learn(key, executor.frames, count)
+        runtime.learn()
+        self._learn(tables, key, executor.frames)
         sizes = [m.num_samples for m in microbatches]
         return results, None if any(s is None for s in sizes) else [s for s in sizes if s is not None]
 
-    def _safe(self, count: int) -> list[Policy]:
-        active = context.world().config.active_microbatches
-        return safe_policies(self._kind, count, active, self.runtime.size)
+    def _inputs(
+        self, function: Callable[..., Any], signature: inspect.Signature, split: Split, args: Any, kwargs: Any
+    ) -> tuple[list[Microbatch], int]:
+        """This step's microbatches and random seed, of pipeline rank 0; other ranks must be in the same
+        call."""
+        name = f"{getattr(function, '__name__', 'step')}()" + ("" if torch.is_grad_enabled() else " without gradients")
+        seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())  # drawn by all: their streams stay alike
+        if self.runtime.rank == 0:
+            return send_inputs(self.runtime, signature, split, args, kwargs, seed, name)
+        return receive_inputs(self.runtime, signature, split, args, kwargs, name)
 
-    def _learn(self, key: Any, frames: Sequence[Frame], count: int) -> None:
-        """Plan the next step of this kind if its program is the same for all microbatches and known before."""
-        programs = [f.program for f in frames]
-        program = programs[0]
-        steady = all(p == program for p in programs) and not any(e.kind == "tell" for e in program)
-        if not steady:
-            self._policies[key] = self._safe(count)
-            self._programs.pop(key, None)
-        elif self._programs.get(key) != program:
-            self._programs[key] = program
+    def _order(self, count: int, table: Timetable | None) -> Order:
+        rank, gated = self.runtime.rank, self._kind == "simple"
+        if table is not None:
+            return Order(count, turns=table.turns[rank], gated=gated)
+        active = context.world().config.active_microbatches
+        return Order(
+            count, limit=cautious_limit(self._kind, count, active, rank, self.runtime.size), gated=gated
+        )
+
+    def _learn(self, tables: dict[Any, Timetable], key: Any, frames: Sequence[Frame]) -> None:
+        """Plan the next step of this kind, if its program is the same for all microbatches."""
+        programs = [tuple(e for e in f.program if not e.once) for f in frames]
+        if any(program != programs[0] for program in programs):
+            tables.pop(key, None)
+        elif key not in tables or tables[key].program != programs[0]:
             active = context.world().config.active_microbatches
-            self._policies[key] = plan_policies(self._kind, count, active, self.runtime.size, program)
+            tables[key] = make_timetable(self._kind, programs[0], len(frames), active, self.runtime.size)
 
     def _settle(self) -> None:
-        """Objects outside the step that glue made placed hold real values again, on the ranks that need them."""
+        """Objects outside the step that glue made placed hold real values again, on the ranks that need
+        them."""
         runtime = self.runtime
         for tensor in runtime.converted:
             aliasing.restore(tensor, _everywhere(runtime, tensor._value))
@@ -127,16 +156,23 @@ class PipelineSteps:
                 module._buffers[name] = real
                 runtime.replace(registered, real)
 
-    def _fail(self, error: BaseException) -> None:
-        """Tell the other ranks, unless they raise the same by themselves."""
-        if isinstance(error, RemoteRankError):
-            return
-        where = getattr(error, "shardwright_where", None)
-        if where is None and isinstance(error, ShardwrightError):
-            where = error.where
-        context.world().board.report(
-            error, module=where, microbatch=getattr(error, "shardwright_microbatch", None)
+    def _fail(self, error: BaseException, executor: Executor) -> None:
+        """Tell the other ranks; if ranks wait for each other in vain, find out whether they run different
+        programs."""
+        board = context.world().board
+        board.report(
+            error,
+            module=getattr(error, "shardwright_place", None),
+            microbatch=getattr(error, "shardwright_microbatch", None),
         )
+        executor.settle(_UNWIND_S)
+        agreement.explain(self.runtime, executor.frames, error)
+
+
+def _flavour(microbatch: Microbatch) -> tuple[Any, ...]:
+    """Plain arguments that may choose between programs: flags and words."""
+    values = [*enumerate(microbatch.args), *microbatch.kwargs.items()]
+    return tuple((k, v) for k, v in values if v is None or isinstance(v, (bool, str)))
 
 
 def _everywhere(runtime: Runtime, value: Value) -> torch.Tensor:
@@ -163,6 +199,7 @@ class _Published:
         self._root = walker.describe(result)
         self._cells = walker.cells
         self._contents = walker.contents
+        self._opaques = dict(enumerate(walker.opaques))
         self._result = result
         self._tensors: list[Any] = []
         for tensor in walker.tensors:
@@ -191,7 +228,7 @@ class _Published:
         if not self._placed:
             return self._result
         tensors = [t if isinstance(t, torch.Tensor) else t.wait() for t in self._tensors]
-        builder = Builder(tensors, self._cells, self._contents)
+        builder = Builder(tensors, self._cells, self._contents, self._opaques)
         for number in range(len(self._cells)):
             builder.write(number)
         return builder.value(self._root)

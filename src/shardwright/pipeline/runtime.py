@@ -40,9 +40,13 @@ class Runtime:
     """One pipeline rank's view of the partitioned model.
 
     rank, size: of the pipeline group.   device: where this rank computes.
-    cost_s: estimated time of one forward call per unit name, equal on all ranks; only for the schedule.
+    cost: estimated cost of one forward call per unit name, equal on all ranks; only for the schedule.
+    module_names: name by id of every module of the model.   num_steps: steps begun.
     glue_cache: outcomes of glue ops by key.
-    after_unit_backward: called on the owner with (unit, frame) when the backward of one call of the unit is done.
+    own: by id, the objects among this step's inputs that each rank has itself (see `inputs`).
+    news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
+    tied: ids of parameters that several modules have.
+    gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
     converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
     """
 
@@ -52,10 +56,15 @@ class Runtime:
     wire: Wire
     registered: dict[int, Registered] = field(default_factory=dict)
     glue_cache: dict[Any, Any] = field(default_factory=dict)
-    cost_s: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    module_names: dict[int, str] = field(default_factory=dict)
+    num_steps: int = 0
     units: list[Any] = field(default_factory=list)
+    own: dict[int, Any] = field(default_factory=dict)
+    news: list[tuple[Any, Any, Any]] = field(default_factory=list)
     converted: list[Any] = field(default_factory=list)
-    after_unit_backward: Callable[[Any, Any], None] = lambda unit, frame: None
+    tied: set[int] = field(default_factory=set)
+    gradient_arrived: Callable[[torch.nn.Parameter], None] = lambda parameter: None
 
     def register(
         self, name: str, tensor: torch.Tensor, owner: int, home: tuple[torch.nn.Module, str] | None = None
@@ -69,6 +78,19 @@ class Runtime:
         self.registered.pop(id(entry.tensor), None)
         entry.tensor = tensor
         self.registered[id(tensor)] = entry
+
+    def learn(self) -> None:
+        """A step ended well on every rank: what it told is known from now on."""
+        by_cache: dict[Any, dict[Any, Any]] = {}
+        for cache, key, outcome in self.news:
+            by_cache.setdefault(cache, {})[key] = outcome
+        for cache, news in by_cache.items():
+            cache.learn(news)
+        self.news.clear()
+
+    def forget(self) -> None:
+        """A step failed: ranks may have got differently far in it."""
+        self.news.clear()
 
     def refresh_buffers(self, homes: Iterable[tuple[str, torch.nn.Module, str]]) -> None:
         """After a unit ran here: buffers that it assigned anew are known under their new object."""
@@ -95,7 +117,20 @@ class Runtime:
 
 # Functions that return a mutable object which module hooks write to, or None; every unit treats it as an argument.
 ambient: list[Callable[[], Any]] = []
-harmless_hooks: list[Callable[[Any], bool]] = []
+_PARAMETRIZING_HOOKS = {
+    ("torch.nn.utils.weight_norm", "WeightNorm"),
+    ("torch.nn.utils.spectral_norm", "SpectralNorm"),
+    ("torch.nn.utils.prune", ""),
+}
+
+
+def _only_sets_a_weight(hook: Any) -> bool:
+    """torch's own hooks that compute a weight from others before each call."""
+    cls = type(hook)
+    return (cls.__module__, cls.__name__) in _PARAMETRIZING_HOOKS or (cls.__module__, "") in _PARAMETRIZING_HOOKS
+
+
+harmless_hooks: list[Callable[[Any], bool]] = [_only_sets_a_weight]
 
 
 def register_ambient(read: Callable[[], Any]) -> None:

@@ -1,264 +1,252 @@
-"""Who runs next on a rank: pure functions of what is in flight, and their simulation.
+"""Who runs next on a rank, and what comes of it: pure, so that it can be tried on paper.
 
-No clock decides anything: a rank's order follows from its own past alone. So a pipeline is a Kahn network, and one
-simulation on paper tells whether a schedule can deadlock with given programs, however long things take.
+No clock decides anything. A microbatch that must wait for a value is always set aside, whether or not the
+message has come, and `Order` names the next one. Two orders:
 
-A microbatch that must wait for a value is set aside, and `choose` names the next one. Two orders:
+planned: the rank's turns in a timetable (see `timetable`), made for a program that every microbatch is
+    expected to run. A microbatch that turns out to run another program loses its turns, and goes on when the
+    table is at its end. A table is a run that was possible; without the ends of some microbatches it still
+    is. So it can't deadlock.
+cautious: always the lowest microbatch, when no program is known. The lowest unfinished one then finds every
+    rank working for it, so this can't deadlock either, whatever the programs do. It keeps the ranks less
+    busy.
 
-"lowest": always the lowest microbatch. Then the lowest unfinished one of the whole pipeline finds all its ranks
-    working for it, so this order can't deadlock, whatever the programs do. Used until the program is known, and for
-    programs that differ between microbatches.
-"fifo": as long as the rank holds fewer than `limit` microbatches' activations, one that has not computed yet, else
-    of those that have the one that waits longest. On a plain chain of stages this is 1F1B (Narayanan et al. 2021, arXiv:2104.04473); where microbatches come back to a
-    stage it keeps both directions busy. Used when its simulation on the recorded program ends.
-
-"interleaved" releases activations early; "simple" runs all forwards, then all backwards (GPipe, Huang et al. 2019,
-arXiv:1811.06965).
+"interleaved" releases activations early; "simple" runs all forwards, then all backwards (GPipe, Huang et al.
+2019, arXiv:1811.06965).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["interleaved", "simple"]
-Order = Literal["lowest", "fifo"]
 
 
-@dataclass(frozen=True)
-class Policy:
-    """How one rank orders its microbatches.
-
-    limit: most microbatches whose activations it holds.
-    prefetch: a new microbatch on this rank begins by waiting, so one more than `limit` may be started.
-    """
-
-    num_microbatches: int
-    limit: int
-    order: Order = "lowest"
-    prefetch: bool = False
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A microbatch that was set aside.
-
-    fresh: it has computed nothing here yet.   gated: done with forward, waits for all others ("simple").
-    """
-
-    index: int
-    fresh: bool = False
-    gated: bool = False
-
-
-def choose(policy: Policy, waiting: Sequence[Waiting], next_new: int) -> int:
-    """The microbatch to run next: one of `waiting` (in the order in which they were set aside), or `next_new`.
-
-    There must be something left to do.
-    """
-    held = sum(not w.fresh for w in waiting)
-    room = policy.limit + (1 if policy.prefetch else 0)
-    if next_new < policy.num_microbatches and held <= policy.limit and len(waiting) < room:
-        return next_new
-    runnable = [w for w in waiting if not w.gated] or list(waiting)
-    if policy.order == "lowest":
-        return min(w.index for w in runnable)
-    wanted = [w for w in runnable if w.fresh == (held < policy.limit)] or runnable
-    return wanted[0].index
-
-
-# ---------------------------------------------------------------------- programs and their simulation
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One step of a microbatch's program that involves ranks.
 
-    kind "call": `rank` computes for `seconds`.   "move": `rank` sends to `to`.   "tell": `rank` sends to all others.
-    "gate": forward ends and backward begins, on every rank.
+    kind "call": `rank` computes, at `cost`.   "move": `rank` sends to `to`.   "tell": `rank` sends to all
+    others. "gate": forward ends and backward begins, on every rank; once per microbatch at most.
+    once: a tell that the next step won't need, for it is about something new.
     """
 
     kind: Literal["call", "move", "tell", "gate"]
     rank: int = 0
     to: int = 0
-    seconds: float = 0.0
+    cost: float = 0.0
+    once: bool = False
+
+
+def waits(event: Event, rank: int, gated: bool) -> bool:
+    """Is a microbatch set aside on `rank` when it comes to this event? gated: "simple"."""
+    if event.kind == "move":
+        return event.to == rank
+    if event.kind == "tell":
+        return event.rank != rank
+    return gated and event.kind == "gate"
+
+
+def strays(event: Event, position: int, expected: Sequence[Event] | None) -> bool:
+    """Does a microbatch leave the expected program (None: there is none) with this event?"""
+    return expected is not None and (position >= len(expected) or expected[position] != event)
+
+
+class Order:
+    """Who runs next on one rank.
+
+    In order: `next` names a microbatch, which then runs until `set_aside` or `done` is called for it; before
+    `set_aside`, `at_gate` where forward ends and `stray` where it leaves the expected program.
+
+    turns: the rank's turns in a timetable; None: cautious.   limit: most microbatches in flight, when
+    cautious.
+    gated: "simple".
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        *,
+        turns: Sequence[int] | None = None,
+        limit: int | None = None,
+        gated: bool = False,
+    ) -> None:
+        self._total = num_microbatches
+        self._turns = deque(turns or ())
+        self._limit = num_microbatches if limit is None else limit
+        self._gated = gated
+        self._next_new = 0
+        self._waiting: set[int] = set()
+        self._at_gate: set[int] = set()
+        self._strayed: set[int] = set()
+        self._done: set[int] = set()
+
+    def next(self) -> int | None:
+        """The microbatch to run now, or None when all are done."""
+        while self._turns:
+            index = self._turns.popleft()
+            if index not in self._strayed and index not in self._done:
+                return self._take(index)
+        if self._next_new < self._total and len(self._waiting) < self._limit:
+            return self._take(self._next_new)
+        closed = self._gated and len(self._at_gate | self._done) < self._total
+        runnable = self._waiting - self._at_gate if closed else self._waiting
+        return self._take(min(runnable)) if runnable else None
+
+    def set_aside(self, index: int) -> None:
+        self._waiting.add(index)
+
+    def at_gate(self, index: int) -> None:
+        self._at_gate.add(index)
+
+    def stray(self, index: int) -> None:
+        self._strayed.add(index)
+
+    def done(self, index: int) -> None:
+        self._done.add(index)
+
+    def _take(self, index: int) -> int:
+        if index == self._next_new:
+            self._next_new += 1
+        else:
+            self._waiting.remove(index)
+        return index
+
+
+def cautious_limit(
+    kind: Kind, num_microbatches: int, active_microbatches: int, rank: int, num_ranks: int
+) -> int:
+    """Most microbatches in flight on a rank while no program is known: as many as 1F1B would have."""
+    if kind == "simple":
+        return num_microbatches
+    return max(1, min(active_microbatches, num_microbatches, num_ranks - rank))
+
+
+# ---------------------------------------------------------------------- on paper
 
 
 class DeadlockError(Exception):
-    """A simulated schedule in which no rank can go on."""
+    """A step on paper in which no rank can go on."""
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """Result of `simulate`: the time of the step, each rank's busy time, and the most microbatches it held."""
+class Rehearsal:
+    """A step on paper: its time, and per rank its busy time, the most microbatches it held, and who ran
+    when."""
 
-    makespan_s: float
-    busy_s: tuple[float, ...]
+    makespan: float
+    busy: tuple[float, ...]
     peak_held: tuple[int, ...]
-
-    @property
-    def bubble(self) -> float:
-        """Share of the ranks' time in which they do nothing."""
-        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 0.0
+    turns: tuple[tuple[int, ...], ...]
 
 
 class _Rank:
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, number: int, order: Order) -> None:
+        self.number = number
+        self.order = order
         self.clock = self.busy = 0.0
-        self.next_new = 0
-        self.waiting: dict[int, int] = {}  # microbatch -> event it waits at, in the order set aside
-        self.computed: set[int] = set()
-        self.gated: set[int] = set()
-        self.passed_gate: set[int] = set()
-        self.chosen: tuple[int, int] | None = None  # (microbatch, event it resumes at)
-        self.num_done = 0
+        self.running: int | None = None
+        self.waits_at: dict[int, int] = {}  # microbatch -> number of the event
+        self.holds: set[int] = set()
         self.peak = 0
+        self.turns: list[int] = []
 
 
-def simulate(policies: Sequence[Policy], program: Sequence[Event], *, gate: bool = False) -> Simulation:
-    """Run a step on paper: every microbatch executes `program`, messages take no time.
+def rehearse(
+    orders: Sequence[Order],
+    programs: Sequence[Sequence[Event]],
+    *,
+    gated: bool = False,
+    expected: Sequence[Event] | None = None,
+) -> Rehearsal:
+    """Run a step on paper, with messages that take no time.
 
-    policies: one per rank.   gate: "simple", no backward before all forwards of a rank are done.
-    Raises DeadlockError if the step does not end.
+    orders: one per rank, new.   programs: one per microbatch.   expected: the program that the orders' turns
+    are for.
+    Raises: DeadlockError if it does not end.
     """
-    ranks = [_Rank(p) for p in policies]
-    sent: dict[tuple[int, int], float] = {}
-    total = policies[0].num_microbatches
-    while any(r.num_done < total for r in ranks):
-        if not any([_advance(n, rank, program, sent, gate) for n, rank in enumerate(ranks)]):
-            state = {n: (r.chosen, r.waiting) for n, r in enumerate(ranks)}
-            raise DeadlockError(f"no rank can go on; (chosen, waiting) per rank: {state}")
-    return Simulation(
-        max(r.clock for r in ranks), tuple(r.busy for r in ranks), tuple(r.peak for r in ranks)
+    ranks = [_Rank(number, order) for number, order in enumerate(orders)]
+    arrivals: dict[tuple[int, int], float] = {}
+    progress = [True]
+    while any(progress):
+        progress = [_run_one_turn(rank, programs, arrivals, gated, expected) for rank in ranks]
+    stuck = {r.number: (r.running, r.waits_at) for r in ranks if r.running is not None or r.waits_at}
+    if stuck:
+        raise DeadlockError(
+            f"no rank can go on; (chosen microbatch, event that each waits at) by rank: {stuck}"
+        )
+    return Rehearsal(
+        max(r.clock for r in ranks),
+        tuple(r.busy for r in ranks),
+        tuple(r.peak for r in ranks),
+        tuple(tuple(r.turns) for r in ranks),
     )
 
 
-def _advance(me: int, rank: _Rank, program: Sequence[Event], sent: dict[tuple[int, int], float], gate: bool) -> bool:
-    """Run one stretch of one microbatch on a rank; False if it is blocked or done."""
-    total = rank.policy.num_microbatches
-    if rank.num_done == total:
-        return False
-    if rank.chosen is None:
-        waiting = [Waiting(m, m not in rank.computed, m in rank.gated) for m in rank.waiting]
-        index = choose(rank.policy, waiting, rank.next_new)
-        if index == rank.next_new and index not in rank.waiting:
-            rank.next_new += 1
-            rank.chosen = (index, 0)
-        else:
-            rank.chosen = (index, rank.waiting.pop(index))
-    index, at = rank.chosen
-    if at > 0 or (program and _is_wait(program[0], me)):
-        event = program[at] if at < len(program) else None
-        if event is not None and _is_wait(event, me):
-            if (index, at) not in sent:
-                if at == 0 and index not in rank.waiting:
-                    rank.waiting[index] = 0
-                    rank.chosen = None
-                    return True
+def _run_one_turn(
+    rank: _Rank,
+    programs: Sequence[Sequence[Event]],
+    arrivals: dict[tuple[int, int], float],
+    gated: bool,
+    expected: Sequence[Event] | None,
+) -> bool:
+    """Let a rank run the next microbatch up to where it waits; False if that must wait now, or all are done.
+
+    arrivals: (microbatch, number of the event) -> when the message of that event was sent.
+    """
+    if rank.running is None:
+        rank.running = rank.order.next()
+        if rank.running is None:
+            return False
+        rank.turns.append(rank.running)
+    index = rank.running
+    program = programs[index]
+    start = 0
+    if index in rank.waits_at:
+        at = rank.waits_at[index]
+        if program[at].kind != "gate":
+            if (index, at) not in arrivals:
                 return False
-            rank.clock = max(rank.clock, sent[(index, at)])
-            at += 1
-    rank.chosen = None
-    while at < len(program):
+            rank.clock = max(rank.clock, arrivals[index, at])
+        del rank.waits_at[index]
+        start = at + 1
+    rank.running = None
+    for at in range(start, len(program)):
         event = program[at]
+        if strays(event, at, expected):
+            rank.order.stray(index)
         if event.kind == "gate":
-            if index not in rank.passed_gate:
-                rank.passed_gate.add(index)
-                if gate:
-                    rank.waiting[index] = at
-                    rank.gated = set(rank.passed_gate) if len(rank.passed_gate) < total else set()
-                    return True
-        elif event.kind == "call" and event.rank == me:
-            rank.computed.add(index)
-            rank.clock += event.seconds
-            rank.busy += event.seconds
-            in_flight = [*rank.waiting, index]
-            rank.peak = max(rank.peak, sum(m in rank.computed for m in in_flight))
-        elif event.kind != "call" and event.rank == me:
-            sent[(index, at)] = rank.clock
-        elif _is_wait(event, me):
-            rank.waiting[index] = at
+            rank.order.at_gate(index)
+        if waits(event, rank.number, gated):
+            rank.waits_at[index] = at
+            rank.order.set_aside(index)
             return True
-        at += 1
-    rank.num_done += 1
+        if event.rank == rank.number:
+            if event.kind == "call":
+                rank.clock += event.cost
+                rank.busy += event.cost
+                rank.holds.add(index)
+                rank.peak = max(rank.peak, len(rank.holds))
+            else:
+                arrivals[index, at] = rank.clock
+    rank.holds.discard(index)
+    rank.order.done(index)
     return True
 
 
-def _is_wait(event: Event, me: int) -> bool:
-    return (event.kind == "move" and event.to == me) or (event.kind == "tell" and event.rank != me)
-
-
-# ---------------------------------------------------------------------- choosing the policies
-
-
-def safe_policies(kind: Kind, num_microbatches: int, active_microbatches: int, num_ranks: int) -> list[Policy]:
-    """Policies for a program that is not known yet: they can't deadlock."""
-    if kind == "simple":
-        return [Policy(num_microbatches, num_microbatches)] * num_ranks
-    active = max(1, min(active_microbatches, num_microbatches))
-    return [Policy(num_microbatches, min(active, num_ranks - r)) for r in range(num_ranks)]
-
-
-def plan_policies(
-    kind: Kind, num_microbatches: int, active_microbatches: int, num_ranks: int, program: Sequence[Event]
-) -> list[Policy]:
-    """The best policies for a known program, found by simulation; the same on every rank.
-
-    Limits start from 1F1B's (the number of ranks that come after, in the order in which the program first reaches
-    them) and are raised alike up to `active_microbatches` while that shortens the step by more than 2 %.
-    """
-    safe = safe_policies(kind, num_microbatches, active_microbatches, num_ranks)
-    if kind == "simple":
-        candidates = [[Policy(num_microbatches, num_microbatches, "fifo")] * num_ranks]
-    else:
-        candidates = _candidates(num_microbatches, active_microbatches, num_ranks, program)
-    best: list[Policy] | None = None
-    best_s = float("inf")
-    for policies in candidates:
-        try:
-            seconds = simulate(policies, program, gate=kind == "simple").makespan_s
-        except DeadlockError:
-            continue
-        if best is None or seconds < best_s * 0.98:
-            best, best_s = policies, seconds
-    return best if best is not None else safe
-
-
-def _candidates(num: int, active: int, num_ranks: int, program: Sequence[Event]) -> list[list[Policy]]:
-    order: list[int] = []
-    begins_waiting: dict[int, bool] = {}
-    for event in program:
-        for rank in range(num_ranks):
-            if rank not in begins_waiting and _is_wait(event, rank):
-                begins_waiting[rank] = True
-        if event.kind == "call":
-            begins_waiting.setdefault(event.rank, False)
-            if event.rank not in order:
-                order.append(event.rank)
-    depth = {rank: len(order) - i for i, rank in enumerate(order)}
-    found: list[list[Policy]] = []
-    for extra in range(max(1, min(active, num))):
-        policies = [
-            Policy(num, max(1, min(depth.get(r, 1) + extra, active, num)), "fifo", begins_waiting.get(r, True))
-            for r in range(num_ranks)
-        ]
-        if policies not in found:
-            found.append(policies)
-    return found
-
-
-def chain(num_ranks: int, forward_s: Sequence[float], backward_s: Sequence[float]) -> list[Event]:
-    """The program of a plain pipeline: forward through the stages, and back."""
+def chain(forward: Sequence[float], backward: Sequence[float]) -> list[Event]:
+    """The program of a plain pipeline of stages with these costs: forward through the stages, and back."""
+    last = len(forward) - 1
     program: list[Event] = []
-    for r in range(num_ranks):
-        if r:
-            program.append(Event("move", r - 1, r))
-        program.append(Event("call", r, seconds=forward_s[r]))
+    for rank, cost in enumerate(forward):
+        if rank:
+            program.append(Event("move", rank - 1, rank))
+        program.append(Event("call", rank, cost=cost))
     program.append(Event("gate"))
-    for r in reversed(range(num_ranks)):
-        if r < num_ranks - 1:
-            program.append(Event("move", r + 1, r))
-        program.append(Event("call", r, seconds=backward_s[r]))
+    for rank in range(last, -1, -1):
+        if rank < last:
+            program.append(Event("move", rank + 1, rank))
+        program.append(Event("call", rank, cost=backward[rank]))
     return program

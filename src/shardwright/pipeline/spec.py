@@ -35,7 +35,14 @@ class Spec:
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
-    return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+    return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, carries_grad(tensor))
+
+
+def carries_grad(tensor: torch.Tensor) -> bool:
+    """Does a gradient flow into this tensor? A view made under no_grad says that it requires grad, and gets none."""
+    if not tensor.requires_grad:
+        return False
+    return not tensor._is_view() or tensor.grad_fn is not None
 
 
 @lru_cache(maxsize=4096)

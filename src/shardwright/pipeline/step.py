@@ -1,7 +1,7 @@
 """The step decorator: split the inputs, run the body once per microbatch, collect what it returns.
 
-With one pipeline stage a step is a loop over microbatches on plain modules. With more, every rank of the pipeline
-group runs the body on the inputs of pipeline rank 0 (see `pipeline_step`).
+With one pipeline stage a step is a loop over microbatches on plain modules. With more, every rank of the
+pipeline group runs the body on the inputs of pipeline rank 0 (see `pipeline_step`).
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class StepFunction:
     """A decorated function. Calling it runs a step; it is not a method even in a class body.
 
     Called by: every rank of the world, with the same function in the same order.
-    Returns: the body's nesting with a StepOutput for each tensor and a list for each other leaf, on every rank.
-    Raises: ShapeError if a batch does not divide into microbatches (a step that calls no backward may be uneven),
-        on all ranks of the pipeline group, before anything is sent.
+    Returns: the body's nesting with a StepOutput for each tensor and a list for each other leaf, on every
+    rank.
+    Raises: ShapeError if a batch does not divide into microbatches (a step that calls no backward may be
+        uneven), on all ranks of the pipeline group, before anything is sent.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class StepFunction:
             if pipeline is None:
                 results, weights = self._loop(driver, args, kwargs)
             else:
-                results, weights = pipeline.run(self._function, self._signature, self._split, driver, args, kwargs)
+                results, weights = pipeline.run(
+                    self._function, self._signature, self._split, driver, args, kwargs
+                )
             if driver is not None:
                 driver.step_ends()
         except BaseException:
@@ -115,7 +118,13 @@ class StepFunction:
         config = context.world().config
         uneven = not torch.is_grad_enabled()
         return split_arguments(
-            self._signature, args, kwargs, config.microbatches, self._non_split, self._axes, allow_uneven=uneven
+            self._signature,
+            args,
+            kwargs,
+            config.microbatches,
+            self._non_split,
+            self._axes,
+            allow_uneven=uneven,
         )
 
     def _loop(self, driver: Driver | None, args: Any, kwargs: Any) -> tuple[list[Any], list[int] | None]:

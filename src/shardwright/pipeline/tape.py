@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwright.errors import PipelineError
+from shardwright.pipeline import blame
 from shardwright.pipeline.placed import Value
 from shardwright.pipeline.spec import Spec, contiguous_stride
 
@@ -27,7 +28,7 @@ class Entry:
     depends: per output, the positions in `inputs` that its gradient reaches.
     leaves, roots: on the owner, the detached inputs and the results' places in the autograd graph.
     sink: for leaves of the tape (parameters, step inputs): what to do with the gradient, on the owner.
-    after: called on the owner when the entry's backward is done.
+    shared: on the owner, parameters that other entries of this microbatch use too (see `_Partials`).
     """
 
     label: str
@@ -38,7 +39,7 @@ class Entry:
     leaves: Sequence[torch.Tensor] | None = None
     roots: Sequence[Any] | None = None
     sink: Callable[[torch.Tensor], None] | None = None
-    after: Callable[[], None] | None = None
+    shared: Sequence[torch.nn.Parameter] = ()
     used: bool = False
 
 
@@ -52,11 +53,11 @@ class Mover(Protocol):
 
     def backward_runs(self, entry: Entry) -> None: ...
 
+    def gradient_arrived(self, parameter: torch.nn.Parameter) -> None: ...
+
     def send_gradient(self, tensor: torch.Tensor, to: int) -> None: ...
 
     def receive_gradient(self, spec: Spec, source: int) -> torch.Tensor: ...
-
-    def where(self, label: str) -> str: ...
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Tape:
                     remedy="sum the losses and call model.backward() once, or make the graphs independent",
                 )
         me = mover.rank
+        partials = _Partials()
         gradients: dict[int, torch.Tensor] = {}
         contributors: dict[int, set[int]] = {}
         for value, gradient in roots:
@@ -115,15 +117,13 @@ class Tape:
             entry.used = True
             self._collect(entry, wanted, gradients, contributors, mover)
             for position, source in enumerate(entry.inputs):
-                if any(
-                    position in entry.depends[i] for i, v in enumerate(entry.outputs) if v in wanted
-                ):
+                if any(position in entry.depends[i] for i, v in enumerate(entry.outputs) if v in wanted):
                     contributors.setdefault(source, set()).add(entry.owner)
             mover.backward_runs(entry)
             if entry.owner == me:
-                self._run(entry, gradients, mover)
-                if entry.after is not None:
-                    entry.after()
+                self._run(entry, gradients, mover, partials)
+        for parameter in partials.add_up():
+            mover.gradient_arrived(parameter)
         return walk
 
     def _collect(
@@ -152,26 +152,66 @@ class Tape:
                 elif entry.owner == me:
                     _accumulate(gradients, value, mover.receive_gradient(self.specs[value], rank))
 
-    def _run(self, entry: Entry, gradients: dict[int, torch.Tensor], mover: Mover) -> None:
+    def _run(
+        self, entry: Entry, gradients: dict[int, torch.Tensor], mover: Mover, partials: _Partials
+    ) -> None:
         found = [(i, gradients.pop(v)) for i, v in enumerate(entry.outputs) if v in gradients]
         if not found:
             return
+        partials.swap_in(entry.shared)
         try:
             if entry.sink is not None:
                 entry.sink(found[0][1])
             else:
-                assert entry.roots is not None and entry.leaves is not None
+                assert entry.roots is not None
+                assert entry.leaves is not None
                 torch.autograd.backward([entry.roots[i] for i, _ in found], [g for _, g in found])
                 for value, leaf in zip(entry.inputs, entry.leaves, strict=True):
                     if leaf.grad is not None:
                         _accumulate(gradients, value, leaf.grad)
         except Exception as error:
-            note = getattr(error, "add_note", None)
-            if note is not None:
-                note(f"in the backward of {mover.where(entry.label)}")
+            blame.set_place(error, f"backward of {entry.label}")
             raise
         finally:
             entry.roots = entry.leaves = None
+            partials.swap_out(entry.shared)
+
+
+class _Partials:
+    """Gradients of parameters that several entries of one microbatch use, summed apart from `.grad`.
+
+    They are added to `.grad` once, when the microbatch's backward is done, as one process does. So the order of the sum
+    over microbatches is theirs, and does not depend on the schedule.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._kept: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+
+    def swap_in(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._kept[parameter] = parameter.grad
+            parameter.grad = self._sums.get(parameter)
+            in_parts.add(id(parameter))
+
+    def swap_out(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._sums[parameter] = parameter.grad
+            parameter.grad = self._kept.pop(parameter)
+            in_parts.discard(id(parameter))
+
+    def add_up(self) -> list[torch.nn.Parameter]:
+        """Add the sums to `.grad`; returns the parameters that got one."""
+        arrived = []
+        for parameter, total in self._sums.items():
+            if total is not None:
+                parameter.grad = total if parameter.grad is None else parameter.grad + total
+                arrived.append(parameter)
+        return arrived
+
+
+# Ids of parameters whose `.grad` holds a part of one microbatch's gradient right now: hooks on them should wait.
+in_parts: set[int] = set()
 
 
 def gradient_spec(spec: Spec) -> Spec:

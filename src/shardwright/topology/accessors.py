@@ -27,7 +27,7 @@ class CommGroup(Enum):
     @property
     def axis(self) -> Axis:
         """The axis that the group lies on."""
-        return self.value  # type: ignore[no-any-return]
+        return self.value
 
 
 class RankType(Enum):
@@ -43,7 +43,7 @@ class RankType(Enum):
     @property
     def axis(self) -> Axis:
         """The axis that the rank counts on."""
-        return self.value  # type: ignore[no-any-return]
+        return self.value
 
 
 WORLD = CommGroup.WORLD

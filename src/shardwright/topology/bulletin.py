@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from shardwright.topology.sockets import Route
 
@@ -62,7 +62,7 @@ class Bulletin:
     is_gone: says without a call whether the store's server is gone: torch prints pages when a call fails.
     """
 
-    def __init__(self, store: dist.Store, is_gone: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, store: Store, is_gone: Callable[[], bool] = lambda: False) -> None:
         self._store = store
         self._is_gone = is_gone
         self._gone = False
@@ -112,12 +112,21 @@ class Bulletin:
         text = self._get(f"routes/{rank}")
         return [] if text is None else [(own, peer) for own, peer in json.loads(text)]
 
+    def publish(self, topic: str, rank: int, text: str) -> None:
+        """Write what others may want to know of this rank, under a topic."""
+        with self._reach() as store:
+            store.set(f"{topic}/{rank}", text)
+
+    def published(self, topic: str, rank: int) -> str | None:
+        """Return what a rank has published under a topic, if it has."""
+        return self._get(f"{topic}/{rank}")
+
     def _get(self, key: str) -> str | None:
         with self._reach() as store:
             return store.get(key).decode() if store.check([key]) else None
 
     @contextmanager
-    def _reach(self) -> Iterator[dist.Store]:
+    def _reach(self) -> Iterator[Store]:
         if self._gone or self._is_gone():
             self._gone = True
             raise StoreGoneError("the rendezvous store is gone")

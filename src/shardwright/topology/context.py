@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -162,7 +163,7 @@ def _start(resolved: Resolved) -> None:
     log_notes(resolved.notes)
     log.once(
         _log,
-        20,
+        logging.INFO,
         "%d rank(s): pp %d, tp %d, rdp %d, placement %s, on %s by %s",
         world.size,
         world.table.degrees.pp,
@@ -187,6 +188,7 @@ def _build_world(config: Config, found: Rendezvous) -> World:
             found.rank,
             found.world_group,
             timeout=timeout,
+            backend=found.devices.backend,
             device_type=found.devices.device.type,
             num_channels=config.microbatches if found.devices.has_nccl and degrees.pp > 1 else 0,
         )
@@ -227,6 +229,7 @@ def _abort_device_groups(groups: Groups) -> None:
 
 def _leave_in_child() -> None:
     """In a forked child (a data loader's worker): ranks stay readable, the parent's connections don't."""
+    failure.install(None)
     if _state is not None:
         _state.world.board.connections.abandon_in_child()
 

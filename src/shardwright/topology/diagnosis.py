@@ -30,6 +30,12 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in text or "timeout" in text
 
 
+def is_broken_connection(error: BaseException) -> bool:
+    """True if torch's error comes from a connection, not from a wrong argument."""
+    text = str(error).lower()
+    return any(word in text for word in ("connection", "gloo", "nccl", "socket", "broken pipe"))
+
+
 def listen(bulletin: Bulletin, ranks: Sequence[int]) -> dict[int, Heard]:
     """Return what the ranks waited for do, and, following the chain, the ranks that those wait for."""
     try:

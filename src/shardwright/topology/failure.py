@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
+from typing import NoReturn
 
 from shardwright.errors import CommunicationTimeout, LostRankError, RemoteRankError, ShardwrightError
 from shardwright.log import get_logger
 from shardwright.topology import diagnosis
-from shardwright.topology.bulletin import Bulletin, Event, Sign
+from shardwright.topology.bulletin import Bulletin, Event, Sign, StoreGoneError
 from shardwright.topology.sockets import ConnectionRecord
 from shardwright.topology.watch import Watcher
 
@@ -70,6 +71,7 @@ class FailureBoard:
         self.running_thread: int | None = None
         self._bulletin: Bulletin | None = None
         self._watcher: Watcher | None = None
+        self._in_a_hurry = False
         self._answered = False
         self._bound_s: float | None = None
         self._waiting: tuple[str, Sequence[int], float] | None = None
@@ -90,7 +92,9 @@ class FailureBoard:
         if self._watcher is None:
             return
         watcher, self._watcher = self._watcher, None
-        watcher.stop(farewell=self.failure is None, linger_s=_LINGER_S if linger else 0.0)
+        watcher.stop(
+            farewell=self.failure is None, linger_s=_LINGER_S if linger and not self._in_a_hurry else 0.0
+        )
 
     # -- waits of transport ------------------------------------------------------------------------------
 
@@ -143,8 +147,9 @@ class FailureBoard:
         An error that came from another rank, or that is reported already, isn't reported again.
         """
         self.noticed = True
-        if self.failure is not None or isinstance(error, RemoteRankError):
+        if self._bulletin is None or self.failure is not None or isinstance(error, RemoteRankError):
             return
+        self._in_a_hurry = isinstance(error, KeyboardInterrupt)
         self._post(
             Event(
                 kind="error",
@@ -161,6 +166,26 @@ class FailureBoard:
         """Raise the failure of another rank, if there is one."""
         if self.failure is not None:
             raise self.error_of(self.failure)
+
+    @property
+    def failure_is_timeout(self) -> bool:
+        """Is the failure, here or elsewhere, a wait that ran out of time?"""
+        return self.failure is not None and self.failure.reason.startswith(CommunicationTimeout.__name__)
+
+    def publish(self, topic: str, text: str) -> None:
+        """Let other ranks read what may explain a failure."""
+        if self._bulletin is not None:
+            try:
+                self._bulletin.publish(topic, self.rank, text)
+            except StoreGoneError:
+                pass  # nobody is left who could read it
+
+    def published(self, topic: str, rank: int) -> str | None:
+        """Return what a rank has published under a topic; None if it hasn't, or can't be asked."""
+        try:
+            return None if self._bulletin is None else self._bulletin.published(topic, rank)
+        except StoreGoneError:
+            return None
 
     def wrap_comm_error(
         self,
@@ -184,8 +209,12 @@ class FailureBoard:
         waited_s = time.monotonic() - waiting[2] if waiting is not None else self.timeout_s
         if isinstance(error, ShardwrightError) or not isinstance(error, RuntimeError):
             return error
+        if self.failure is not None:
+            return self.error_of(self.failure)
         others = tuple(rank for rank in ranks if rank != self.rank)
         timed_out = diagnosis.is_timeout(error)
+        if not timed_out and not diagnosis.is_broken_connection(error):
+            return error
         known = self._news(0.0 if timed_out else _NEWS_WAIT_S, others)
         if known is not None:
             return self.error_of(known)
@@ -206,6 +235,15 @@ class FailureBoard:
         self._post(event)
         self.noticed = True
         return result
+
+    def raise_comm_error(
+        self, error: RuntimeError, *, ranks: Sequence[int] = (), doing: str | None = None
+    ) -> NoReturn:
+        """Raise what `wrap_comm_error` makes of an error of the transport."""
+        wrapped = self.wrap_comm_error(error, ranks=ranks, doing=doing)
+        if wrapped is error:
+            raise error
+        raise wrapped from error
 
     def error_of(self, event: Event) -> ShardwrightError:
         """Return the exception that tells of another rank's failure."""
@@ -253,9 +291,9 @@ class FailureBoard:
 
     def _post(self, event: Event) -> None:
         """Tell the others, then cut the connections: who waits for this rank looks for the reason at once."""
-        self.failure = event
         if self._bulletin is None:
             return
+        self.failure = event
         try:
             number = self._bulletin.post(event)
         except Exception as error:

@@ -88,7 +88,13 @@ class Groups:
         world = self._process_groups["world"]
         for group in self.all():
             if group is not world:
-                dist.destroy_process_group(group)
+                destroy_group(group)
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a process group, unless the script has destroyed all of them already."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def build_groups(
@@ -97,6 +103,7 @@ def build_groups(
     world: dist.ProcessGroup,
     *,
     timeout: timedelta,
+    backend: str,
     device_type: str,
     num_channels: int = 0,
 ) -> Groups:
@@ -112,7 +119,11 @@ def build_groups(
         ranks = tuple(table.group(axis, rank))
         if ranks not in made:
             made[ranks] = dist.new_group(
-                list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=f"shardwright_{axis}"
+                list(ranks),
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"shardwright_{axis}",
             )
         process_groups[axis] = made[ranks]
     # NCCL connects two ranks when they first exchange something; until then such a group is only a name.
@@ -120,6 +131,7 @@ def build_groups(
         dist.new_group(
             table.group("pp", rank),
             timeout=timeout,
+            backend=backend,
             use_local_synchronization=True,
             group_desc=f"shardwright_channel_{channel}",
         )

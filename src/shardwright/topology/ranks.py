@@ -126,14 +126,17 @@ class RankTable:
         Raises: IndexError if there is no such rank.
         """
         self._check(rank)
-        digits = {letter: self._digit(rank, letter) for letter in "PTD"}
+        strides, sizes = self._strides, self._sizes
+        pp = rank // strides["P"] % sizes["P"]
+        tp = rank // strides["T"] % sizes["T"]
+        rdp = rank // strides["D"] % sizes["D"]
         return Coordinates(
             rank=rank,
-            pp=digits["P"],
-            tp=digits["T"],
-            rdp=digits["D"],
-            dp=self._position(digits, _LETTERS["dp"]),
-            mp=self._position(digits, _LETTERS["mp"]),
+            pp=pp,
+            tp=tp,
+            rdp=rdp,
+            dp=rdp * sizes["T"] + tp if strides["D"] >= strides["T"] else tp * sizes["D"] + rdp,
+            mp=pp * sizes["T"] + tp if strides["P"] >= strides["T"] else tp * sizes["P"] + pp,
         )
 
     def rank_at(self, *, pp: int, tp: int, rdp: int) -> int:
@@ -161,13 +164,6 @@ class RankTable:
 
     def _digit(self, rank: int, letter: str) -> int:
         return rank // self._strides[letter] % self._sizes[letter]
-
-    def _position(self, digits: dict[str, int], varying: str) -> int:
-        position = 0
-        for letter in self.letters:
-            if letter in varying:
-                position = position * self._sizes[letter] + digits[letter]
-        return position
 
     def _offsets(self, varying: str) -> Iterator[int]:
         """Yield, ascending, what the given letters add to a rank at which they are all zero."""

@@ -5,32 +5,29 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from shardwright.config.schema import Config
-from shardwright.errors import CommunicationTimeout
+from shardwright.errors import CommunicationTimeout, ConfigError
 from shardwright.topology.bulletin import Bulletin
-from shardwright.topology.devices import DeviceChoice, choose_device
+from shardwright.topology.devices import DeviceChoice, choose_backend, choose_device
 from shardwright.topology.environment import ProcessEnvironment, detect
+from shardwright.topology.groups import destroy_group
 from shardwright.topology.sockets import ConnectionRecord
-
-_served: dict[str, dist.Store] = {}
-"""Stores by address, kept so that a second `init` in this process can use them again."""
-
-_num_meetings = 0
+from shardwright.topology.stores import OpenStore, default_store, open_bulletin, open_store
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rendezvous:
     """The ranks have met.
 
-    local_ranks: of every rank.   world_group: all ranks.
+    local_ranks: of every rank.   world_group: all ranks; connections: those of the groups.
     bulletin: for the failure board.   store_rank: the rank whose process serves its store, None if no rank's.
-    owns_default: whether torch's default group was made here.
     """
 
     rank: int
@@ -38,19 +35,16 @@ class Rendezvous:
     local_ranks: tuple[int, ...]
     local_size: int
     devices: DeviceChoice
-    bulletin: Bulletin
-    store_rank: int | None
     world_group: dist.ProcessGroup
-    owns_default: bool
-    connections: ConnectionRecord = field(default_factory=ConnectionRecord)
+    connections: ConnectionRecord
+    bulletin: Bulletin
+    bulletin_connection: ConnectionRecord
+    store_rank: int | None
 
     def close(self) -> None:
-        """Destroy the world's group, if it was made here."""
-        if dist.is_initialized():
-            if self.owns_default:
-                dist.destroy_process_group()
-            else:
-                dist.destroy_process_group(self.world_group)
+        """Destroy the world's group; if it is torch's default one, all others with it."""
+        self.bulletin_connection.close()
+        destroy_group(self.world_group)
 
 
 def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[int], None]) -> Rendezvous:
@@ -59,25 +53,25 @@ def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[i
     check_world: told the world size before anything is waited for.
     Raises: CommunicationTimeout if ranks don't come within `startup_timeout_s`.
     """
-    global _num_meetings
-    _num_meetings += 1
     timeout = timedelta(seconds=max(config.startup_timeout_s, config.timeout_s))
-    if dist.is_initialized():
-        return _adopt(config, environ, check_world, timeout)
-    here = detect(environ, default_port=config.ddp_port)
+    adopted = dist.is_initialized()
+    if adopted:
+        here = _launcher_words(environ, dist.get_rank(), dist.get_world_size())
+    else:
+        here = detect(environ, default_port=config.ddp_port)
     check_world(here.size)
-    devices = _early_choice(here, config, environ)
-    connections = ConnectionRecord()
+    devices = None
+    if here.local_rank is not None and here.local_size is not None:
+        # as early as can be, so that every rank of a host with too few devices says so and none waits
+        devices = choose_device(
+            here.local_rank, here.local_size, environ, dist_backend=config.ddp_dist_backend
+        )
+    backend = devices.backend if devices else choose_backend(environ, dist_backend=config.ddp_dist_backend)
     try:
-        store = _store(here, timeout)
-        with connections.recording():
-            dist.init_process_group(
-                devices.backend if devices is not None else _default_backend(config),
-                store=dist.PrefixStore("groups", store),
-                rank=here.rank,
-                world_size=here.size,
-                timeout=timeout,
-            )
+        if adopted:
+            opened, group, connections = _beside_default_group(here, backend, timeout, environ)
+        else:
+            opened, group, connections = _make_default_group(here, backend, timeout, environ)
     except (RuntimeError, ValueError) as error:
         raise CommunicationTimeout(
             f"the {here.size} ranks did not meet at {here.init_method}: {error}",
@@ -85,141 +79,84 @@ def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[i
             remedy=f"see that {here.size} processes are started and can reach that address; "
             f"`startup_timeout_s` is {config.startup_timeout_s:g}",
         ) from error
-    group = dist.group.WORLD
-    assert group is not None
-    return _finish(here.rank, here.size, here, devices, config, environ, store, group, True, connections)
-
-
-def _adopt(
-    config: Config, environ: Mapping[str, str], check_world: Callable[[int], None], timeout: timedelta
-) -> Rendezvous:
-    """Use the default group that the script has made.
-
-    Our own world group stands beside it, since its connections must be known.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    check_world(size)
-    here = _launcher_words(environ, rank, size)
-    connections = ConnectionRecord()
-    with connections.recording():
-        group = dist.new_group(list(range(size)), timeout=timeout, group_desc="shardwright_world")
-    store = dist.PrefixStore(f"shardwright/{_num_meetings}", dist.distributed_c10d._get_default_store())
-    return _finish(rank, size, here, None, config, environ, store, group, False, connections)
-
-
-def _finish(
-    rank: int,
-    size: int,
-    here: ProcessEnvironment,
-    devices: DeviceChoice | None,
-    config: Config,
-    environ: Mapping[str, str],
-    store: dist.Store,
-    group: dist.ProcessGroup,
-    owns_default: bool,
-    connections: ConnectionRecord,
-) -> Rendezvous:
-    local_ranks, local_size = _exchange_local_ranks(rank, size, here, group)
+    local_ranks, local_size = _exchange_local_ranks(here, group)
     if devices is None:
-        devices = choose_device(local_ranks[rank], local_size, environ, dist_backend=config.ddp_dist_backend)
+        devices = choose_device(
+            local_ranks[here.rank], local_size, environ, dist_backend=config.ddp_dist_backend
+        )
     if devices.device.type == "cuda":
         torch.cuda.set_device(devices.device)
-    bulletin, store_rank = open_bulletin(store, rank, environ)
+    bulletin, bulletin_connection = open_bulletin(opened)
     return Rendezvous(
-        rank=rank,
-        size=size,
+        rank=here.rank,
+        size=here.size,
         local_ranks=local_ranks,
         local_size=local_size,
         devices=devices,
-        bulletin=bulletin,
-        store_rank=store_rank,
         world_group=group,
-        owns_default=owns_default,
         connections=connections,
+        bulletin=bulletin,
+        bulletin_connection=bulletin_connection,
+        store_rank=opened.served_by,
     )
 
 
-def _store(here: ProcessEnvironment, timeout: timedelta) -> dist.Store:
-    """Return the store of this meeting. Every `init` has a prefix of its own, equal on all ranks."""
-    if here.init_method is None:
-        return dist.HashStore()
-    base = _served.get(here.init_method)
-    if base is None:
-        base, _, _ = next(dist.rendezvous(here.init_method, here.rank, here.size, timeout=timeout))
-        _served[here.init_method] = base
-    return dist.PrefixStore(f"shardwright/{_num_meetings}", base)
+_Met = tuple[OpenStore, dist.ProcessGroup, ConnectionRecord]
 
 
-def open_bulletin(store: dist.Store, rank: int, environ: Mapping[str, str]) -> tuple[Bulletin, int | None]:
-    """Return the bulletin on a store, and the rank whose process serves that store, if one does.
-
-    It gets a connection of its own where torch can make one, so as not to wait behind others' blocking calls.
-    """
-    connection = ConnectionRecord()
-    own = dist.PrefixStore("board", store)
-    with connection.recording():
-        try:
-            own = own.clone()
-        except (AttributeError, RuntimeError, NotImplementedError):
-            pass
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    if not isinstance(base, dist.TCPStore):
-        connection.close()
-        return Bulletin(own), None
-    by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    server = f":{base.port}"
-    lost = [False]
-
-    def is_gone() -> bool:
-        lost[0] = lost[0] or any(peer.endswith(server) for _, peer in connection.hung_up())
-        return lost[0]
-
-    return Bulletin(own, is_gone), None if by_launcher else 0
+def _make_default_group(
+    here: ProcessEnvironment, backend: str, timeout: timedelta, environ: Mapping[str, str]
+) -> _Met:
+    opened = open_store(here.init_method, here.rank, here.size, timeout, environ)
+    connections = ConnectionRecord(ignored_port=opened.port)
+    with connections.recording():
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("groups", opened.store),
+            rank=here.rank,
+            world_size=here.size,
+            timeout=timeout,
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return opened, group, connections
 
 
-def _early_choice(
-    here: ProcessEnvironment, config: Config, environ: Mapping[str, str]
-) -> DeviceChoice | None:
-    if here.local_rank is None:
-        return None  # known only after the ranks have met
-    return choose_device(
-        here.local_rank,
-        here.local_size or here.local_rank + 1,
-        environ,
-        dist_backend=config.ddp_dist_backend,
-    )
-
-
-def _default_backend(config: Config) -> str:
-    return choose_device(0, 1, {}, dist_backend=config.ddp_dist_backend).backend
+def _beside_default_group(
+    here: ProcessEnvironment, backend: str, timeout: timedelta, environ: Mapping[str, str]
+) -> _Met:
+    """Make a world group of our own beside the default group of the script: its connections must be known."""
+    opened = default_store(environ)
+    connections = ConnectionRecord(ignored_port=opened.port)
+    with connections.recording():
+        group = dist.new_group(
+            list(range(here.size)), timeout=timeout, backend=backend, group_desc="shardwright_world"
+        )
+    return opened, group, connections
 
 
 def _launcher_words(environ: Mapping[str, str], rank: int, size: int) -> ProcessEnvironment:
     """Return what the launcher says, if it speaks of this rank and world."""
     try:
         here = detect(environ, default_port=1)
-    except Exception:
-        here = None
-    if here is not None and (here.rank, here.size) == (rank, size):
-        return here
-    return ProcessEnvironment("an existing default group", rank, size, None, None, None)
+        if (here.rank, here.size) == (rank, size):
+            return replace(here, init_method="the existing default group")
+    except ConfigError:
+        pass  # variables of no use here; the ranks are known
+    return ProcessEnvironment("the script itself", rank, size, None, None, "the existing default group")
 
 
-def _exchange_local_ranks(
-    rank: int, size: int, here: ProcessEnvironment, group: dist.ProcessGroup
-) -> tuple[tuple[int, ...], int]:
+def _exchange_local_ranks(here: ProcessEnvironment, group: dist.ProcessGroup) -> tuple[tuple[int, ...], int]:
     """Return every rank's local rank and this host's number of ranks.
 
     Where a launcher doesn't say, a rank's local rank is its position among the ranks of its host.
     """
     host = zlib.crc32(socket.gethostname().encode())
     mine = torch.tensor([host, -1 if here.local_rank is None else here.local_rank], dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(size)]
+    rows = [torch.empty_like(mine) for _ in range(here.size)]
     dist.all_gather(rows, mine, group=group)
     table = [(int(row[0]), int(row[1])) for row in rows]
-    same_host = [other for other in range(size) if table[other][0] == host]
+    same_host = [other for other in range(here.size) if table[other][0] == host]
     if any(local < 0 for _, local in table):
         seen: dict[int, int] = {}
         local_ranks = []

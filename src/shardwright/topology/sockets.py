@@ -25,25 +25,32 @@ Route = tuple[str, str]
 
 
 class ConnectionRecord:
-    """The connections of this process's groups."""
+    """The connections of this process's groups.
 
-    def __init__(self) -> None:
+    ignored_port: connections that have it at either end are left out. It is the rendezvous store's: ranks
+    connect to a store served by this process at any time, and must still reach it when the groups are cut.
+    """
+
+    def __init__(self, ignored_port: int | None = None) -> None:
+        self._ignored = f":{ignored_port}"
         self._sockets: dict[Route, socket.socket] = {}
         self._originals: dict[int, int] = {}  # the groups' own descriptors, with their inode
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record every connection that is there after the block and wasn't before.
-
-        What else may open connections meanwhile (the rendezvous store's client) must be connected before.
-        """
+        """Record every connection that is there after the block and wasn't before."""
         before = _open_descriptors()
         yield
-        for descriptor in sorted(_open_descriptors() - before):
-            connection = _connected_socket(descriptor)
-            if connection is not None:
-                self._originals[descriptor] = os.fstat(descriptor).st_ino
-                self._sockets[_route(connection)] = connection
+        for descriptor, inode in sorted(_open_descriptors().items()):
+            connection = None if before.get(descriptor) == inode else _connected_socket(descriptor)
+            if connection is None:
+                continue
+            route = _route(connection)
+            if any(end.endswith(self._ignored) for end in route):
+                connection.close()
+                continue
+            self._originals[descriptor] = inode
+            self._sockets[route] = connection
 
     def routes(self) -> list[Route]:
         """Return both ends of every connection, for peers to look up whose connection broke."""
@@ -97,13 +104,16 @@ class ConnectionRecord:
         self.close()
 
 
-def _open_descriptors() -> set[int]:
-    for folder in _FD_FOLDERS:
+def _open_descriptors() -> dict[int, int]:
+    """Return the open file descriptors with their inodes."""
+    folder = next((folder for folder in _FD_FOLDERS if os.path.isdir(folder)), None)
+    found: dict[int, int] = {}
+    for name in os.listdir(folder) if folder is not None else ():
         try:
-            return {int(name) for name in os.listdir(folder) if name.isdigit()}
-        except OSError:
-            continue
-    return set()
+            found[int(name)] = os.fstat(int(name)).st_ino
+        except (OSError, ValueError):
+            pass  # the folder's own descriptor, closed by now
+    return found
 
 
 def _connected_socket(descriptor: int) -> socket.socket | None:

@@ -7,7 +7,7 @@ no communication. Where several ranks share a CUDA device, tensors pass through 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from shardwright.transport.p2p import wait_for
 
 Op = Literal["sum", "max", "min", "product"]
 
-_OPS: Final = {
+_OPS: Final[dict[Op, Any]] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -31,7 +31,7 @@ _OPS: Final = {
 class Pending:
     """A collective under way. `wait` must be called, in the order of the calls."""
 
-    __slots__ = ("_doing", "_finish", "_here", "_ranks", "_work")
+    __slots__ = ("_doing", "_finish", "_here", "_on_device", "_ranks", "_work")
 
     def __init__(
         self,
@@ -39,13 +39,15 @@ class Pending:
         here: context.World,
         doing: str,
         ranks: Sequence[int],
-        finish: Callable[[], object] | None = None,
+        finish: Callable[[], object] | None,
+        on_device: bool,
     ) -> None:
         self._work: dist.Work | None = work
         self._here = here
         self._doing = doing
         self._ranks = ranks
         self._finish = finish
+        self._on_device = on_device
 
     def wait(self) -> None:
         """Return when the result is there (on CUDA: when the current stream would wait for it).
@@ -55,7 +57,7 @@ class Pending:
         work, self._work = self._work, None
         if work is None:
             return
-        wait_for(work, self._here.board, self._doing, self._ranks)
+        wait_for(work, self._here.board, self._doing, self._ranks, on_device=self._on_device)
         if self._finish is not None:
             self._finish()
 
@@ -73,7 +75,10 @@ def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum", async_op: bool = Fals
         carrier = torch.view_as_real(carrier)
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[op]
-    return _run(here, axis, "all_reduce", lambda group: group.allreduce([carrier], options), finish, async_op)
+    pending = _start(
+        here, axis, "all_reduce", carrier, lambda group: group.allreduce([carrier], options), finish
+    )
+    return _given_back(pending, async_op)
 
 
 def broadcast_tensor(
@@ -91,7 +96,8 @@ def broadcast_tensor(
     options = dist.BroadcastOptions()
     options.rootRank = src_group_rank
     options.rootTensor = 0
-    return _run(here, axis, "broadcast", lambda group: group.broadcast([bits], options), finish, async_op)
+    pending = _start(here, axis, "broadcast", bits, lambda group: group.broadcast([bits], options), finish)
+    return _given_back(pending, async_op)
 
 
 def all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
@@ -102,14 +108,8 @@ def all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
         return [tensor.detach().clone() for _ in ranks]
     source = _to_host(here, tensor.detach().contiguous())
     results = [torch.empty_like(source) for _ in ranks]
-    _run(
-        here,
-        axis,
-        "all_gather",
-        lambda group: group.allgather([[_bits(result) for result in results]], [_bits(source)]),
-        None,
-        False,
-    )
+    bits = [_bits(result) for result in results]
+    _start(here, axis, "all_gather", source, lambda group: group.allgather([bits], [_bits(source)])).wait()
     return [result.to(tensor.device) for result in results]
 
 
@@ -138,14 +138,13 @@ def reduce_scatter(tensor: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
     result = torch.empty(share, dtype=tensor.dtype, device=tensor.device)
     options = dist.ReduceScatterOptions()
     options.reduceOp = _OPS[op]
-    _run(
+    _start(
         here,
         axis,
         "reduce_scatter",
+        source,
         lambda group: group._reduce_scatter_base(result, source, options),
-        None,
-        False,
-    )
+    ).wait()
     return result
 
 
@@ -160,32 +159,29 @@ def barrier(axis: Axis = "world", timeout_s: float | None = None) -> None:
         return
     token = torch.zeros(1, dtype=torch.int32)
     with here.board.bounded(timeout_s):
-        _run(
-            here,
-            axis,
-            "barrier",
-            lambda group: group.allreduce([token], dist.AllreduceOptions()),
-            None,
-            False,
-        )
+        options = dist.AllreduceOptions()
+        _start(here, axis, "barrier", token, lambda group: group.allreduce([token], options)).wait()
 
 
-def _run(
+def _start(
     here: context.World,
     axis: Axis,
     name: str,
+    carrier: Tensor,
     start: Callable[[dist.ProcessGroup], dist.Work],
-    finish: Callable[[], object] | None,
-    async_op: bool,
-) -> Pending | None:
+    finish: Callable[[], object] | None = None,
+) -> Pending:
     here.board.raise_if_failed()
     ranks = here.groups.ranks(axis)
     doing = f"{name} over {axis}, call {here.groups.count_call(axis)}"
     try:
         work = start(here.groups.process_group(axis))
     except RuntimeError as error:
-        raise here.board.wrap_comm_error(error, ranks=ranks, doing=doing) from error
-    pending = Pending(work, here, doing, ranks, finish)
+        here.board.raise_comm_error(error, ranks=ranks, doing=doing)
+    return Pending(work, here, doing, ranks, finish, on_device=carrier.is_cuda)
+
+
+def _given_back(pending: Pending, async_op: bool) -> Pending | None:
     if async_op:
         return pending
     pending.wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -102,7 +103,7 @@ def allgather_object(obj: Any, axis: Axis) -> list[Any]:
             _share(head, bulk, axis, position)
             values.append(obj)
         else:
-            values.append(_take(here, header, lambda size, src=position: _shared(size, axis, src)))
+            values.append(_take(here, header, partial(_shared, axis=axis, src=position)))
     return values
 
 
@@ -208,9 +209,9 @@ def _receive(here: context.World, src: int, tag: int, doing: str) -> Any:
 
 def _take(here: context.World, header: Tensor, take: Callable[[int], Tensor]) -> Any:
     """Return the value that a header begins; `take` receives what follows it, piece by piece."""
-    view = memoryview(header.numpy())
+    view = pickling.memory_of(header)
     (size,) = struct.unpack_from("<Q", view)
-    head = view[8 : 8 + size] if size <= _INLINE_BYTES else memoryview(take(size).numpy())
+    head = view[8 : 8 + size] if size <= _INLINE_BYTES else pickling.memory_of(take(size))
     bulk = [take(piece) for piece in pickling.bulk_sizes(head)]
     return pickling.decode(head, bulk, here.device)
 
@@ -240,7 +241,7 @@ def _shared(size: int, axis: Axis, src: int) -> Tensor:
 
 def _broadcast_along_tree(here: context.World, obj: Any, axis: Axis, src: int) -> Any:
     if here.coordinates.position(axis) != src:
-        return _take(here, _shared(_HEADER_BYTES, axis, src), lambda size: _shared(size, axis, src))
+        return _take(here, _shared(_HEADER_BYTES, axis, src), partial(_shared, axis=axis, src=src))
     head, bulk = pickling.encode(obj)
     collectives.broadcast_tensor(_header(head), axis, src)
     _share(head, bulk, axis, src)

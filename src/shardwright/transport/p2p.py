@@ -25,6 +25,7 @@ from shardwright.topology.failure import FailureBoard
 
 FIRST_CHANNEL_TAG: Final = 1 << 16
 """Tags from here on are channels of `isend`; lower ones belong to `transport.objects`."""
+_SIZE_BITS: Final = 12
 
 
 class HasSpec(Protocol):
@@ -87,7 +88,8 @@ class Sent:
         """
         work, self._work = self._work, None
         if work is not None:
-            wait_for(work, self._board, self._doing, (self._dst,))
+            on_device = self._memory is not None and self._memory.is_cuda
+            wait_for(work, self._board, self._doing, (self._dst,), on_device=on_device)
         self._memory = None
 
 
@@ -121,7 +123,8 @@ class Received:
         """
         work, self._work = self._work, None
         if work is not None:
-            wait_for(work, self._board, self._doing, (self._src,))
+            on_device = self._memory.is_cuda and self._staged is None
+            wait_for(work, self._board, self._doing, (self._src,), on_device=on_device)
             if self._staged is not None:
                 self._memory.copy_(self._staged)
                 self._staged = None
@@ -141,7 +144,7 @@ def isend(tensor: Tensor, dst: int, channel: int) -> Sent:
     if memory.is_cuda:
         group, peer, tag = _channel(here, dst, channel)
         return post_send(here, memory, dst, tag, doing, group=group, peer=peer)
-    return post_send(here, memory, dst, FIRST_CHANNEL_TAG + channel, doing)
+    return post_send(here, memory, dst, _tag(channel, memory), doing)
 
 
 def irecv(what: HasSpec | Tensor, src: int, channel: int) -> Received:
@@ -164,7 +167,7 @@ def irecv(what: HasSpec | Tensor, src: int, channel: int) -> Received:
         work = post_receive(here, memory, src, tag, doing, group=group, peer=peer)
         return Received(work, tensor, memory, None, src, doing, here.board)
     staged = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True) if memory.is_cuda else None
-    work = post_receive(here, memory if staged is None else staged, src, FIRST_CHANNEL_TAG + channel, doing)
+    work = post_receive(here, memory if staged is None else staged, src, _tag(channel, memory), doing)
     return Received(work, tensor, memory, staged, src, doing, here.board)
 
 
@@ -204,7 +207,7 @@ def post_send(
         try:
             work = over.send([memory], dst if peer is None else peer, tag)
         except RuntimeError as error:
-            raise here.board.wrap_comm_error(error, ranks=(dst,), doing=doing) from error
+            here.board.raise_comm_error(error, ranks=(dst,), doing=doing)
     return Sent(work, memory, dst, doing, here.board)
 
 
@@ -227,22 +230,41 @@ def post_receive(
     try:
         return over.recv([memory], src if peer is None else peer, tag)
     except RuntimeError as error:
-        raise here.board.wrap_comm_error(error, ranks=(src,), doing=doing) from error
+        here.board.raise_comm_error(error, ranks=(src,), doing=doing)
 
 
-def wait_for(work: dist.Work, board: FailureBoard, doing: str, ranks: Sequence[int]) -> None:
-    """Wait for a message or collective, no longer than `timeout_s`; errors say which ranks did what."""
+def wait_for(
+    work: dist.Work, board: FailureBoard, doing: str, ranks: Sequence[int], *, on_device: bool = False
+) -> None:
+    """Wait for a message or collective, no longer than `timeout_s`; errors say which ranks did what.
+
+    on_device: carried by NCCL. Then only the current stream waits, and NCCL's own watchdog bounds the wait:
+    to give a bound here would make this thread wait for the device.
+    """
     board.waiting(doing, ranks)
     try:
-        work.wait(board.patience)
+        if on_device:
+            work.wait()
+        else:
+            work.wait(board.patience)
     except RuntimeError as error:
-        raise board.wrap_comm_error(error) from error
+        board.raise_comm_error(error)
     board.answered()
 
 
 def _channel(here: context.World, rank: int, channel: int) -> tuple[dist.ProcessGroup, int, int]:
     """Return the communicator of a channel, the rank's place in it, and the (unused) tag."""
     return here.groups.channel_group(channel), here.groups.ranks("pp").index(rank), 0
+
+
+def _tag(channel: int, memory: Tensor) -> int:
+    """Return the tag of a message on gloo: its channel, and a hash of its size.
+
+    If two ranks disagree on what comes next, the receiver waits in vain, and that can be explained; gloo itself would
+    abort the process when a message is larger than expected, and say nothing when it is smaller.
+    """
+    nbytes = memory.numel() * memory.element_size()
+    return FIRST_CHANNEL_TAG + (channel << _SIZE_BITS) + (nbytes * 0x9E3779B1 >> 8) % (1 << _SIZE_BITS)
 
 
 def _check_peer(here: context.World, rank: int) -> None:

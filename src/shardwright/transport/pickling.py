@@ -71,12 +71,18 @@ def decode(head: memoryview, bulk: Sequence[Tensor], device: torch.device) -> An
     buffers: list[Any] = []
     for size in sizes:
         if size >= _BULK_BYTES:
-            buffers.append(memoryview(next(pieces).numpy()))
+            buffers.append(memory_of(next(pieces)))
         else:
             position += -position % _ALIGNMENT
             buffers.append(head[position : position + size])
             position += size
     return _Unpickler(io.BytesIO(head[start : start + length]), buffers, device).load()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a flat uint8 tensor on the CPU."""
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 def _layout(head: memoryview) -> tuple[int, tuple[int, ...], int]:
@@ -176,4 +182,6 @@ def _rebuild_storage(flat: Tensor) -> torch.UntypedStorage:
 
 
 def _rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=storage, dtype=dtype, _internal=True
+    )

@@ -1,0 +1,246 @@
+"""The timetable of a step: for every rank, whose turn it is, planned ahead for a known program.
+
+A pure function of the program and of estimated costs, so every rank draws up the same table. It is found by
+running the step on paper, with ranks that see which messages have come: a microbatch in backward goes first,
+then the lowest (or the furthest); a new one starts only while the rank holds fewer than its limit. On a plain
+chain of stages that is 1F1B (Narayanan et al. 2021, arXiv:2104.04473); virtual stages, stages that are
+revisited and uneven cuts need nothing more.
+
+It always ends: microbatches start on a rank in their order, so no limit ever keeps the lowest unfinished one
+waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal
+
+from shardwright.pipeline.schedule import Event, Kind, waits
+
+Preference = Literal["lowest", "furthest"]
+
+_WORTHWHILE = 0.98
+"""A table that needs more memory must shorten the step to this part of what it was."""
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Turns for every rank, made for `program`.
+
+    makespan, busy, peak_held: as estimated, the time of the step, and per rank its busy time and the most
+    microbatches whose activations it holds.
+    """
+
+    program: tuple[Event, ...]
+    turns: tuple[tuple[int, ...], ...]
+    makespan: float
+    busy: tuple[float, ...]
+    peak_held: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they do nothing."""
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
+
+
+def make_timetable(
+    kind: Kind,
+    program: Sequence[Event],
+    num_microbatches: int,
+    active_microbatches: int,
+    num_ranks: int,
+    *,
+    latency: float = 0.0,
+) -> Timetable:
+    """The best table found for microbatches that all run `program`.
+
+    Limits start from 1F1B's (the number of ranks that come after, in the order in which the program first
+    computes on them) and are raised alike up to `active_microbatches` while that shortens the step by more
+    than 2 %.
+    latency: time that a message takes.
+    """
+    best: Timetable | None = None
+    for limits in _limits(kind, program, num_microbatches, active_microbatches, num_ranks):
+        for preference in ("lowest", "furthest"):
+            table = _Drawing(program, num_microbatches, limits, preference, kind == "simple", latency).draw()
+            if best is None or table.makespan < best.makespan * _WORTHWHILE:
+                best = table
+    assert best is not None
+    return best
+
+
+def _limits(
+    kind: Kind, program: Sequence[Event], num_microbatches: int, active_microbatches: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """Limits of all ranks to try, the smallest first."""
+    if kind == "simple":
+        yield [num_microbatches] * num_ranks
+        return
+    most = max(1, min(active_microbatches, num_microbatches))
+    order = list(dict.fromkeys(event.rank for event in program if event.kind == "call"))
+    depth = {rank: len(order) - place for place, rank in enumerate(order)}
+    before: list[int] = []
+    for extra in range(most):
+        limits = [min(depth.get(rank, 1) + extra, most) for rank in range(num_ranks)]
+        if limits != before:
+            yield limits
+        before = limits
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """What a rank does of a program between two waits.
+
+    waits_for: number of the event that it waits for first, None at the start.
+    sends: (number of the event, cost before it).
+    """
+
+    waits_for: int | None
+    cost: float
+    computes: bool
+    sends: tuple[tuple[int, float], ...]
+    backward: bool
+
+
+def _stretches(program: Sequence[Event], rank: int, gated: bool) -> list[_Stretch]:
+    found: list[_Stretch] = []
+    waits_for: int | None = None
+    cost, computes, backward = 0.0, False, False
+    sends: list[tuple[int, float]] = []
+    for number, event in enumerate(program):
+        if waits(event, rank, gated):
+            found.append(_Stretch(waits_for, cost, computes, tuple(sends), backward))
+            waits_for, cost, computes, sends = number, 0.0, False, []
+        elif event.rank == rank and event.kind == "call":
+            cost += event.cost
+            computes = True
+        elif event.rank == rank and event.kind != "gate":
+            sends.append((number, cost))
+        backward = backward or event.kind == "gate"
+    found.append(_Stretch(waits_for, cost, computes, tuple(sends), backward))
+    return found
+
+
+class _Station:
+    """One rank while a table is drawn.
+
+    lead: 1 if a microbatch begins by waiting. Such a one is started a turn early, so that its glue is out of
+    the way; it is held from its next stretch on.
+    """
+
+    def __init__(self, stretches: list[_Stretch], num_microbatches: int, limit: int) -> None:
+        self.stretches = stretches
+        self.total = num_microbatches
+        self.limit = limit
+        self.lead = int(len(stretches) > 1 and not stretches[0].computes and not stretches[0].sends)
+        self.place = [self.lead] * num_microbatches
+        self.num_begun = 0
+        self.held: set[int] = set()
+        self.peak = 0
+        self.free_at = self.busy = 0.0
+        self.arrived: set[tuple[int, int]] = set()
+        self.turns: list[int] = []
+
+    def choose(self, program: Sequence[Event], preference: Preference) -> int | None:
+        """The microbatch whose next stretch runs now, or None if none can."""
+        best, best_key = None, None
+        may_begin = self.num_begun < self.total and len(self.held) < self.limit
+        for index in [*self.held, self.num_begun] if may_begin else self.held:
+            place = self.place[index]
+            stretch = self.stretches[place]
+            if not self._can_run(index, place, stretch.waits_for, program):
+                continue
+            key = (not stretch.backward, -place if preference == "furthest" else 0, index)
+            if best_key is None or key < best_key:
+                best, best_key = index, key
+        return best
+
+    def _can_run(self, index: int, place: int, event: int | None, program: Sequence[Event]) -> bool:
+        if event is None:
+            return True
+        if program[event].kind == "gate":
+            return min(self.place) >= place
+        return (index, event) in self.arrived
+
+    def run(self, index: int) -> _Stretch:
+        """Enter the turn of the microbatch's next stretch."""
+        place = self.place[index]
+        stretch = self.stretches[place]
+        if place == self.lead:
+            if self.lead:
+                self.turns += [0] if index == 0 else []
+                self.turns += [index + 1] if index + 1 < self.total else []
+            self.num_begun += 1
+            self.held.add(index)
+            self.peak = max(self.peak, len(self.held))
+        self.turns.append(index)
+        self.place[index] += 1
+        if self.place[index] == len(self.stretches):
+            self.held.discard(index)
+        self.busy += stretch.cost
+        return stretch
+
+
+class _Drawing:
+    """A step on paper whose ranks take the best microbatch that can go on."""
+
+    def __init__(
+        self,
+        program: Sequence[Event],
+        num_microbatches: int,
+        limits: Sequence[int],
+        preference: Preference,
+        gated: bool,
+        latency: float,
+    ) -> None:
+        self._program = tuple(program)
+        self._preference: Preference = preference
+        self._latency = latency
+        self._stations = [
+            _Station(_stretches(program, rank, gated), num_microbatches, limit)
+            for rank, limit in enumerate(limits)
+        ]
+        # (time, rank, microbatch, event): a message comes; with microbatch -1: the rank is free.
+        self._agenda: list[tuple[float, int, int, int]] = [(0.0, rank, -1, -1) for rank in range(len(limits))]
+
+    def draw(self) -> Timetable:
+        agenda, stations = self._agenda, self._stations
+        while agenda:
+            now = agenda[0][0]
+            awake: set[int] = set()
+            while agenda and agenda[0][0] == now:
+                _, rank, index, event = heappop(agenda)
+                if index >= 0:
+                    stations[rank].arrived.add((index, event))
+                awake.add(rank)
+            for rank in sorted(awake):
+                self._act(rank, now)
+        assert all(s.place == [len(s.stretches)] * s.total for s in stations), "a timetable came to no end"
+        return Timetable(
+            self._program,
+            tuple(tuple(s.turns) for s in stations),
+            max(s.free_at for s in stations),
+            tuple(s.busy for s in stations),
+            tuple(s.peak for s in stations),
+        )
+
+    def _act(self, rank: int, now: float) -> None:
+        """Let a rank begin its next stretch, if it is free and can."""
+        station = self._stations[rank]
+        if station.free_at > now:
+            return
+        index = station.choose(self._program, self._preference)
+        if index is None:
+            return
+        stretch = station.run(index)
+        station.free_at = now + stretch.cost
+        heappush(self._agenda, (station.free_at, rank, -1, -1))
+        for number, before in stretch.sends:
+            event = self._program[number]
+            others = (
+                [event.to] if event.kind == "move" else [r for r in range(len(self._stations)) if r != rank]
+            )
+            for other in others:
+                heappush(self._agenda, (now + before + self._latency, other, index, number))

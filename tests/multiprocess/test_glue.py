@@ -1,0 +1,132 @@
+"""Glue over pipeline stages equals glue in one process: loss, every gradient, buffers, whatever Python saw.
+
+Many small cases run in one job; each is reported by name. The cases are in `glue_cases_*`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import glue_cases
+import glue_cases_inplace  # noqa: F401 - registers its cases
+import glue_cases_values  # noqa: F401 - registers its cases
+from glue_cases import CASES, Seen
+from harness import RankPool
+
+NUM_MICROBATCHES = 2
+
+
+@dataclass
+class Stopped:
+    """A case that raised on this rank; those after it didn't run."""
+
+    case: str
+    trace: str
+
+
+def run_cases(names: list[str]) -> tuple[dict[str, Seen], Stopped | None]:
+    """Run cases one after the other on one model, each twice, so that what was learned is used as well."""
+    import shardwright.torch as smp
+
+    module = glue_cases.make_model()
+    for name, stage in module.stages(smp.pp_size()).items():
+        smp.set_partition(module.get_submodule(name), stage)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, name: str, x: Tensor, y: Tensor) -> Any:
+        loss, rest = model(name, x, y)
+        model.backward(loss)
+        return loss, rest
+
+    start = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    results: dict[str, Seen] = {}
+    for name in names:
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            module.notes = {}
+            if model.partitioned:
+                with torch.no_grad():
+                    for key, buffer in model.local_named_buffers():
+                        buffer.copy_(start[key])
+            try:
+                loss, rest = step(model, name, *glue_cases.make_batch())
+            except Exception:
+                return results, Stopped(name, traceback.format_exc())
+        results[name] = Seen(
+            loss.stack(),
+            [_pick(rest, i) for i in range(NUM_MICROBATCHES)],
+            {n: p.grad for n, p in model.local_named_parameters()},
+            {n: b.clone() for n, b in model.local_named_buffers()},
+        )
+    return results, None
+
+
+def _pick(collected: Any, index: int) -> Any:
+    """One microbatch's part of a step's result."""
+    if hasattr(collected, "outputs"):
+        return collected.outputs[index]
+    if isinstance(collected, dict):
+        return {k: _pick(v, index) for k, v in collected.items()}
+    if isinstance(collected, tuple):
+        return tuple(_pick(v, index) for v in collected)
+    return collected[index]
+
+
+def faults(pool: RankPool, names: list[str], config: dict[str, Any]) -> dict[str, str]:
+    """Words for each case that went wrong."""
+    found: dict[str, str] = {}
+    while names:
+        outcomes = pool.outcomes(run_cases, names, config=config, timeout_s=120)
+        errors = [o.error for o in outcomes if o.error is not None]
+        if errors:
+            return {**found, "ranks": "\n".join(errors)}
+        done = min((o.value[0] for o in outcomes), key=len)
+        for name in done:
+            want = glue_cases.run_plain(name, NUM_MICROBATCHES)
+            different = [
+                f"rank {rank}: {words}"
+                for rank, outcome in enumerate(outcomes)
+                for words in glue_cases.differences(CASES[name], want, outcome.value[0][name])
+            ]
+            held = {n for o in outcomes for n in o.value[0][name].gradients}
+            different += [f"no rank holds {n}" for n in want.gradients.keys() - held]
+            if different:
+                found[name] = "\n  ".join(different)
+        names = names[len(done) :]
+        stopped = [o.value[1] for o in outcomes if o.value[1] is not None]
+        if stopped:
+            found[names[0]] = "\n".join(f"{s.case}: {s.trace}" for s in stopped)
+            names = names[1:]
+            pool.restart()
+    return found
+
+
+def report(found: dict[str, str]) -> None:
+    assert not found, f"{len(found)} cases: {', '.join(found)}\n" + "\n".join(f"{k}:\n  {v}" for k, v in found.items())
+
+
+def settings(num_stages: int) -> dict[str, Any]:
+    return {
+        "pipeline_parallel_degree": num_stages,
+        "microbatches": NUM_MICROBATCHES,
+        "auto_partition": False,
+        "skip_tracing": True,
+        "timeout_s": 30,
+        "log_level": "error",
+    }
+
+
+def test_glue_over_two_stages(pool2: RankPool) -> None:
+    report(faults(pool2, list(CASES), settings(2)))
+
+
+@pytest.mark.heavy
+def test_glue_over_four_stages(pool4: RankPool) -> None:
+    report(faults(pool4, list(CASES), settings(4)))

@@ -180,7 +180,6 @@ def test_cast_before_partitioning(pool2: RankPool) -> None:
 def memory_of_a_large_model() -> tuple[int, int]:
     """Resident memory taken by the wrapped model before and after partitioning, bytes."""
     module = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24)))
-    module.blocks, module.head = module[:23], module[23]  # type: ignore[assignment]
     start = _resident()
     model = smp.DistributedModel(module)
     for layer in list(module)[12:]:
@@ -202,8 +201,6 @@ def test_what_others_hold_takes_no_memory(pool2: RankPool) -> None:
 
 
 # -- loading ----------------------------------------------------------------------------------------------
-
-
 
 
 def states_after_two_steps(first_of_stage_1: int) -> dict[str, Any]:
@@ -287,8 +284,10 @@ def partial_into_another_partition(states: list[dict[str, Any]]) -> None:
         ranks.evaluate(model, ranks.data())
     wanted = dict(states[0]["model_full"])
     found = model.state_dict()
-    assert same({n: found[n] for n in wanted if "size" not in n and "calls" not in n},
-                {n: wanted[n] for n in wanted if "size" not in n and "calls" not in n})
+    assert same(
+        {n: found[n] for n in wanted if "size" not in n and "calls" not in n},
+        {n: wanted[n] for n in wanted if "size" not in n and "calls" not in n},
+    )
     if smp.rank() == 0:  # no communication: the others needn't come
         with pytest.raises(RuntimeError, match=r"unexpected keys \['blocks.1"):
             model.load_state_dict(mine["model_local"], same_partition_load=True)

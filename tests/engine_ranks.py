@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,17 +108,40 @@ def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[Tensor
     return losses
 
 
-def reference(steps: int, replicas: int = 1, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def reference(steps: int, num_replicas: int = 1, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same training in one process."""
     model = net(seed)
     optimizer = adam(model)
     for step in range(steps):
-        optimizer.zero_grad()
-        for replica in range(replicas):
-            for x in data(step, replica).chunk(2):
-                (loss_of(model, x) / 2 / replicas).backward()
-        optimizer.step()
+        reference_step(model, optimizer, step, range(num_replicas))
     return model, optimizer
+
+
+def reference_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, replicas: Sequence[int], divisor: int = 0
+) -> None:
+    """One step in one process over the data of some replicas; divisor: how many count, if not all of these."""
+    optimizer.zero_grad()
+    add_gradients(model, step, replicas, 2 * (divisor or len(replicas)))
+    optimizer.step()
+
+
+def add_gradients(model: nn.Module, step: int, replicas: Sequence[int], divisor: int, size: int = 8) -> None:
+    """Gradients of the data of some replicas. Each starts with the present buffers; those of the first are kept."""
+    start = {n: b.clone() for n, b in model.named_buffers()}
+    kept: dict[str, Tensor] = {}
+    for replica in replicas:
+        _set_buffers(model, start)
+        for x in data(step, replica, size).chunk(2):
+            (loss_of(model, x) / divisor).backward()
+        kept = kept or {n: b.clone() for n, b in model.named_buffers()}
+    _set_buffers(model, kept)
+
+
+def _set_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(values[name])
 
 
 def tensors(content: Any) -> Iterator[Tensor]:

@@ -183,6 +183,7 @@ def sizes_from_placed_numbers(m: GlueModel, x: Tensor, y: Tensor) -> Any:
 def moved_and_made(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x)).to(x.device).cpu()
     h = h.to("cpu").to(device=h.device, dtype=torch.float32).to(x)
+    like = x.to(h) + x.type_as(h) + x.view_as(h) + m.scale.expand_as(h) + h.reshape_as(x) + x.to(h, copy=True)
     z = torch.zeros(h.shape, device=h.device, dtype=h.dtype) + torch.ones_like(h)
     f = torch.full_like(h, 0.5) + h.new_full(h.shape, 2.0) + h.new_empty(h.shape).fill_(1) + h.new_ones(())
     half = h.half().float() + h.double().float() + h.type_as(x) + h.type(torch.float32)
@@ -196,7 +197,7 @@ def moved_and_made(m: GlueModel, x: Tensor, y: Tensor) -> Any:
         "hash": hash(h) == hash(h), "dict": {h: 1}[h], "finfo": torch.finfo(h.dtype).max, "size(0)": h.size(0),
         "T": tuple(h.T.shape), "numel": h.numel(), "promote": str(torch.result_type(h, 1.0)),
     }  # fmt: skip
-    return finish(m, h @ eye + z + f + half + arange, y), names
+    return finish(m, h @ eye + z + f + half + arange + like, y), names
 
 
 @case
@@ -216,7 +217,7 @@ def odd_dtypes(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     }  # fmt: skip
 
 
-@case
+@case(reordered="a value used on several stages sums its gradients by stage")
 def operators(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h, g = m.b(m.a(x)), m.a(x)
     comparisons = (h < g) & (h <= 1) | (h == g) ^ (h != 0) & ~(g > h) & (g >= -1)
@@ -244,7 +245,7 @@ def several_results(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     return loss, {"type": type(best).__name__, "i": best.indices, "fields": best._fields if hasattr(best, "_fields") else "", "j": indices}
 
 
-@case
+@case(reordered="a value used on several stages sums its gradients by stage")
 def lists_of_operands(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h, g = m.b(m.a(x)), m.a(x)
     cat = torch.cat([h, x, g], dim=1)[:, :6]
@@ -376,19 +377,20 @@ def without_grad(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     return finish(m, m.b(m.a(x)) + h, y), {"flag": flag, "n": n, "h": h.requires_grad}
 
 
-@case(reordered="bf16 sums of a weight's uses")
+@case
 def autocast(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        h = m.a(x)
-        h = m.b(h)
-        product = h @ m.scale
-        lin = F.linear(h, m.emb.weight)
-        softmax = h.softmax(-1)
-        added = h + m.scale
+        h = m.b(m.a(x))
+        kinds = [h.dtype, (h @ m.scale).dtype, h.softmax(-1).dtype, (h + m.scale).dtype, m.scale.dtype]
+        h = F.linear(h, m.emb.weight)
+        kinds.append(h.dtype)
+        h = h.softmax(-1)
         with torch.autocast("cpu", enabled=False):
-            full = h.float() @ m.scale
-    kinds = [str(t.dtype) for t in (h, product, lin, softmax, added, full)]
-    loss = finish(m, added + softmax + full[:, None], y) + product.float().mean() + lin.float().mean()
+            h = h.float() @ m.head.weight
+            kinds.append(h.dtype)
+        h = h * m.cls_token
+        loss = F.mse_loss(m.c(h), x)
+    kinds += [h.dtype, loss.dtype]
     return loss, {"kinds": str(kinds)}
 
 
@@ -498,7 +500,7 @@ def function_on_ordinary_tensors(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     return finish(m, m.b(m.a(RoundThrough.apply(leaf))), y)
 
 
-@case
+@case(reordered="a recomputed block adds its gradients on its own")
 def checkpointed_blocks(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     from torch.utils.checkpoint import checkpoint
 

@@ -39,12 +39,16 @@ def run_cases(names: list[str]) -> tuple[dict[str, Seen], Stopped | None]:
         smp.set_partition(module.get_submodule(name), stage)
     model = smp.DistributedModel(module)
 
-    @smp.step
-    def step(model: Any, name: str, x: Tensor, y: Tensor) -> Any:
-        loss, rest = model(name, x, y)
-        model.backward(loss)
-        return loss, rest
+    def make_step() -> Any:
+        @smp.step
+        def step(model: Any, name: str, x: Tensor, y: Tensor) -> Any:
+            loss, rest = model(name, x, y)
+            model.backward(loss)
+            return loss, rest
 
+        return step
+
+    steps = {name: make_step() for name in names}  # what is learned of one says nothing about another
     start = {name: buffer.clone() for name, buffer in module.named_buffers()}
     results: dict[str, Seen] = {}
     for name in names:
@@ -56,7 +60,7 @@ def run_cases(names: list[str]) -> tuple[dict[str, Seen], Stopped | None]:
                     for key, buffer in model.local_named_buffers():
                         buffer.copy_(start[key])
             try:
-                loss, rest = step(model, name, *glue_cases.make_batch())
+                loss, rest = steps[name](model, name, *glue_cases.make_batch())
             except Exception:
                 return results, Stopped(name, traceback.format_exc())
         results[name] = Seen(

@@ -7,6 +7,7 @@ next read. Tape entries hold value ids, so what was recorded before still means 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 
 from shardwright.errors import UnsupportedOperationError
 from shardwright.pipeline.placed import PlacedTensor, Value, adopt
+from shardwright.pipeline.shared import resolve_foreign
 from shardwright.pipeline.spec import spec_of
 
 if TYPE_CHECKING:
@@ -63,9 +65,9 @@ def resolve(frame: Frame, placed: PlacedTensor) -> Value:
     value = placed._value
     if value.frame is frame:
         return value
-    frame.in_order(placed)
-    value = placed._value
-    return value if value.frame is frame else frame.adopt_foreign(placed)
+    now = resolve_foreign(frame, placed)
+    value = now._value
+    return value if value.frame is frame else frame.adopt_foreign(now)
 
 
 def link_view(view: PlacedTensor, base: PlacedTensor, step: Callable[[Any], Any], key: Any, tracked: bool) -> None:
@@ -76,7 +78,18 @@ def link_view(view: PlacedTensor, base: PlacedTensor, step: Callable[[Any], Any]
     view._make = make.then(step, key, tracked)
     view._parent_version = root._version_count
     view._untracked = base._untracked
-    root._views.add(view)
+    _add_view(root, view)
+
+
+def _add_view(root: PlacedTensor, view: PlacedTensor) -> None:
+    if root._views is None:
+        root._views = weakref.WeakValueDictionary()
+    root._views[id(view)] = view
+
+
+def live_views(root: PlacedTensor) -> list[PlacedTensor]:
+    """Views of an object that somebody still holds."""
+    return [] if root._views is None else list(root._views.values())
 
 
 def change(
@@ -120,25 +133,21 @@ def reshape(frame: Frame, label: str, step: Callable[[Any], Any], target: Placed
     """Change the shape of an object in place: it becomes a view of what it was, and shares its changes."""
     from shardwright.pipeline.glue import apply
 
-    if any(t is target for t in frame.runtime.converted):
+    if any(t is target for t in frame.converted):
         raise UnsupportedOperationError(
             f"in-place '{label}' on an ordinary tensor that a placed one was written into",
             where=frame.where("glue"),
             remedy=f"use the out-of-place form of '{label}'",
         )
-    base = target
-    if target._parent is None:
-        base = PlacedTensor.of(resolve(frame, target))
-        base._untracked = target._untracked
-        for view in list(target._views):
-            view._parent_version += base._version_count - target._version_count
-            view._parent = base
-            base._views.add(view)
-        target._views.clear()
-    else:
-        base = PlacedTensor.of(resolve(frame, target))
-        base._parent, base._make, base._untracked = target._parent, target._make, target._untracked
-        base._parent_version = target._parent_version
+    base = PlacedTensor.of(resolve(frame, target))
+    base._untracked = target._untracked
+    if target._parent is not None:
+        base._parent, base._make, base._parent_version = target._parent, target._make, target._parent_version
+    for view in live_views(target):
+        view._parent = base
+        view._parent_version += base._version_count - target._version_count
+        _add_view(base, view)
+    target._views = None
     fresh = apply(frame, label, lambda xs: step(xs[0]), [base], ("reshape", key), key is not None)
     target._value = fresh._value
     link_view(target, base, step, key, torch.is_grad_enabled())
@@ -176,7 +185,7 @@ def convert(frame: Frame, tensor: torch.Tensor, label: str) -> PlacedTensor:
         tensor.fill_(float("nan"))  # whoever reads it in a way that can't be seen shall not find the old value
     tensor.__class__ = PlacedTensor
     adopt(tensor, value)
-    frame.runtime.converted.append(tensor)
+    frame.converted.append(tensor)
     return tensor  # type: ignore[return-value]
 
 

@@ -19,6 +19,7 @@ from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.log import get_logger, once
 from shardwright.pipeline import aliasing, derive
 from shardwright.pipeline.glue import choose_rank
+from shardwright.pipeline.operands import lifted
 from shardwright.pipeline.placed import PlacedTensor, Value
 from shardwright.pipeline.runtime import ambient
 from shardwright.pipeline.spec import ambient_key, spec_of, wire_stride
@@ -55,7 +56,7 @@ class Crossing:
         self.walker = walker
         self.contents = tuple(walker.contents)
         with torch._C.DisableTorchFunction():
-            self.originals: list[Any] = [_lift(frame, t) for t in walker.tensors]
+            self.originals: list[Any] = [lifted(frame, t) for t in walker.tensors]
         self.operands = [i for i, t in enumerate(self.originals) if type(t) is PlacedTensor]
         self.values: list[Value] = [aliasing.resolve(frame, self.originals[i]) for i in self.operands]
         self.owner = unit.owner if unit.has_state or not self.values else choose_rank(self.values)
@@ -261,6 +262,8 @@ class Crossing:
             opaques |= {number: pickle.loads(data) for number, data in outcome.opaques}
             cells = before.cells
             stale = list(outcome.changed)
+        for buffer in unit.registered_buffers:
+            frame.forget_leaf(buffer)
         if not outcome.contents:
             return _flat(outcome.root, tensors, opaques)
         builder = Builder(tensors, cells, outcome.contents, opaques)
@@ -289,17 +292,6 @@ def _flat(node: Node, tensors: Any, opaques: Any) -> Any:
         return None
     opaques = opaques if isinstance(opaques, dict) else dict(enumerate(opaques))
     return Builder(tensors, (), (), opaques).value(node)
-
-
-def _lift(frame: Frame, tensor: torch.Tensor) -> Any:
-    if type(tensor) is PlacedTensor:
-        return tensor
-    registered = frame.runtime.registered.get(id(tensor))
-    if registered is not None:
-        return frame.parameter_leaf(registered)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return frame.script_leaf(tensor)
-    return tensor
 
 
 def _holds_tensors(content: Node) -> bool:
@@ -332,7 +324,7 @@ def _link(tensor: PlacedTensor, base: Any, view: View, name: str) -> None:
                 )
             return real.as_strided(size, stride, real.storage_offset() + view.offset)
 
-        aliasing.link_view(tensor, base, make, ("as_strided", size, stride, expected, view.offset))
+        aliasing.link_view(tensor, base, make, ("as_strided", size, stride, expected, view.offset), torch.is_grad_enabled())
         return
     tensor._untracked = f"module '{name}' returned memory that others use"
     if type(base) is PlacedTensor:

@@ -6,6 +6,7 @@ gives bf16. Results are cached by the caller; this module only computes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,20 @@ class Outcome:
     alias: tuple[tuple[int, bool] | None, ...]
     depends: tuple[tuple[int, ...], ...]
 
+    @functools.cached_property
+    def single(self) -> bool:
+        """Is it just one tensor?"""
+        return self.skeleton.root == ("tensor", 0)
+
+    @functools.cached_property
+    def same(self) -> bool:
+        """Does the call only hand back operands?"""
+        return bool(self.alias) and all(a is not None and a[1] for a in self.alias)
+
+
+class ChangesOperandError(Exception):
+    """The op writes to an operand."""
+
 
 class CannotDeriveError(Exception):
     """The op's result depends on values, or has no fake version: its holder must tell."""
@@ -49,7 +64,8 @@ def fake_mode() -> FakeTensorMode:
 def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: torch.device) -> Outcome:
     """Run `run` on fake operands of these specs and describe what comes out.
 
-    Raises CannotDeriveError whatever the reason: the real run on the holder then tells, or raises the real error.
+    Raises: ChangesOperandError; CannotDeriveError for whatever else: the real run on the holder then tells, or raises
+        the real error.
     """
     state = torch.get_rng_state()
     mode = fake_mode()
@@ -59,8 +75,13 @@ def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: to
                 torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device, requires_grad=s.requires_grad)
                 for s in operands
             ]
+            versions = [f._version for f in fakes]
             result = run(fakes)
+            if versions != [f._version for f in fakes]:
+                raise ChangesOperandError
         return describe(result, fakes)
+    except ChangesOperandError:
+        raise
     except Exception as error:
         raise CannotDeriveError(str(error)) from error
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwright.pipeline.frame import Frame
 from shardwright.pipeline.schedule import Order
+from shardwright.pipeline.shared import SharedUses
 from shardwright.pipeline.streams import Streams
 from shardwright.pipeline.thread_state import ThreadState
 from shardwright.topology import context
@@ -64,6 +65,7 @@ class Executor:
         self._results: dict[int, Any] = {}
         self.frames: list[Frame] = []
         self.turns: list[int] = []
+        self.uses = SharedUses()
 
     def run(self) -> list[Any]:
         """Run all microbatches; returns what `body` returned for each. Raises what one of them raised."""
@@ -117,6 +119,7 @@ class Executor:
 
     def forward_done(self, frame: Frame) -> None:
         """With "simple": wait until every microbatch of this rank is done with forward."""
+        self.uses.forward_ends(frame.index)
         self._order.at_gate(frame.index)
         if self._gated:
             self.wait_turn(frame)
@@ -164,6 +167,7 @@ class Executor:
                 error.__dict__.setdefault("shardwright_microbatch", index)
                 self._error = error
             self._order.done(index)
+            self.uses.ends(index)
         self._pass_on()
 
     def _run_body(self, frame: Frame) -> None:

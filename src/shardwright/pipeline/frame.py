@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
-from shardwright.pipeline import messages
+from shardwright.pipeline import messages, shared
 from shardwright.pipeline.placed import PlacedTensor, Value, native
 from shardwright.pipeline.schedule import Event, strays
 from shardwright.pipeline.spec import Spec, carries_grad, contiguous_stride, for_wire, spec_of, wire_stride
@@ -31,6 +31,8 @@ class Handle(Protocol):
 
 class Turns(Protocol):
     """The executor, as a frame sees it."""
+
+    uses: shared.SharedUses
 
     def wait_turn(self, frame: Frame) -> None:
         """Set this microbatch aside; returns when it is chosen again."""
@@ -54,6 +56,7 @@ class Frame:
     seed: base of the random streams of this step, equal on the pipeline group.
     gradient_scale: what the loss is multiplied with (1 / num_microbatches to average over them).
     expected: the program for which the rank's turns were planned, if they were.
+    converted: ordinary tensors that glue turned into placed ones (see `aliasing.convert`).
     program: what this microbatch made the ranks do, for the schedule.
     calls: the same in words, for agreement.
     strayed: it left the expected program.   finished: it came to its end.
@@ -81,6 +84,7 @@ class Frame:
         self.calls: list[Call] = []
         self.gradient_scale = gradient_scale
         self.checkpointing = 0
+        self.uses = turns.uses
         self.step = runtime.num_steps
         self.told: dict[Any, Any] = {}
         self.strayed = False
@@ -89,8 +93,10 @@ class Frame:
         self._in_backward = False
         self._turns = turns
         self._num_values = 0
-        self._leaves: dict[int, PlacedTensor] = {}
+        self._leaves: dict[tuple[int, bool], PlacedTensor] = {}
+        self._script_leaves: dict[int, tuple[PlacedTensor, int, torch.Tensor]] = {}
         self._sent: dict[int, list[Handle]] = {}
+        self.converted: list[Any] = []
         self._unit_entries: dict[str, list[Entry]] = {}
 
     def note(self, event: Event) -> None:
@@ -120,41 +126,77 @@ class Frame:
 
     def parameter_leaf(self, registered: Registered) -> PlacedTensor:
         """The placed value that glue sees for a parameter or buffer: held by its owner."""
-        known = self._leaves.get(id(registered))
-        real = registered.tensor
-        wants_grad = real.requires_grad and torch.is_grad_enabled()
-        if known is not None and not registered.is_buffer and known._value.spec.requires_grad == wants_grad:
-            return known
-        spec = Spec(tuple(real.shape), contiguous_stride(tuple(real.shape)), real.dtype, wants_grad)
-        mine = self.rank == registered.owner
-        value = self.new_value(spec, registered.owner, real.detach() if mine else None)
-        if wants_grad:
-            parameter = cast(torch.nn.Parameter, registered.tensor)
+        with native():
+            real = registered.tensor
+            wants_grad = real.requires_grad and torch.is_grad_enabled()
+            known = self._leaves.get((id(registered), wants_grad))
+            if known is not None:
+                return known
+            if registered.is_buffer:
+                assigned = shared.read_buffer(self, registered)
+                if assigned is not None:
+                    return assigned
+            shape = tuple(real.shape)
+            spec = Spec(shape, contiguous_stride(shape), real.dtype, wants_grad)
+            tensor = real.detach() if self.rank == registered.owner else None
+            if tensor is not None and registered.is_buffer:
+                tensor = tensor.clone()  # modules may change it while it is sent
+            value = self.new_value(spec, registered.owner, tensor)
+            if wants_grad:
+                parameter = cast(torch.nn.Parameter, real)
 
-            def accumulate(gradient: torch.Tensor) -> None:
-                torch.autograd.backward(parameter, gradient)
+                def accumulate(gradient: torch.Tensor) -> None:
+                    torch.autograd.backward(parameter, gradient)
 
-            entry = Entry(registered.name, registered.owner, (), (value.id,), ((),), sink=accumulate)
-            entry.shared = (parameter,)
-            self.tape.record(entry, [value])
-        placed = PlacedTensor.of(value)
-        self._leaves[id(registered)] = placed
-        return placed
+                entry = Entry(registered.name, registered.owner, (), (value.id,), ((),), sink=accumulate)
+                entry.shared = (parameter,)
+                self.tape.record(entry, [value])
+            placed = PlacedTensor.of(value)
+            placed._untracked = f"it is a view of '{registered.name}', which its owner holds"
+            self._leaves[(id(registered), wants_grad)] = placed
+            return placed
 
     def forget_leaf(self, registered: Registered) -> None:
-        """A parameter or buffer was changed in place: the next read is a new value."""
-        self._leaves.pop(id(registered), None)
+        """A parameter or buffer was changed: the next read is a new value."""
+        for wants_grad in (False, True):
+            self._leaves.pop((id(registered), wants_grad), None)
+
+    def buffer_changes(self, registered: Registered) -> None:
+        """Called before glue changes a parameter or buffer in place."""
+        registered.changed = True
+        self.in_order(registered)
 
     def script_leaf(self, tensor: torch.Tensor) -> PlacedTensor:
         """An ordinary tensor that requires grad becomes a leaf held by pipeline rank 0, whose copy counts."""
-        spec = spec_of(tensor)
-        value = self.new_value(spec, 0, tensor.detach() if self.rank == 0 else None)
+        with native():
+            known = self._script_leaves.get(id(tensor))
+            if known is not None and known[1] == tensor._version:
+                return known[0]
+            spec = spec_of(tensor)
+            value = self.new_value(spec, 0, tensor.detach() if self.rank == 0 else None)
 
-        def accumulate(gradient: torch.Tensor) -> None:
-            torch.autograd.backward(tensor, gradient, retain_graph=not tensor.is_leaf)
+            def accumulate(gradient: torch.Tensor) -> None:
+                torch.autograd.backward(tensor, gradient, retain_graph=not tensor.is_leaf)
 
-        self.tape.record(Entry("step input", 0, (), (value.id,), ((),), sink=accumulate), [value])
-        return PlacedTensor.of(value)
+            self.tape.record(Entry("step input", 0, (), (value.id,), ((),), sink=accumulate), [value])
+            placed = PlacedTensor.of(value)
+            self._script_leaves[id(tensor)] = (placed, tensor._version, tensor)
+            return placed
+
+    def has_made(self, tensor: torch.Tensor) -> None:
+        """Remember that this microbatch made an ordinary tensor."""
+        tensor._shardwright_made_in = self.seed  # type: ignore[attr-defined]
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Did this microbatch make it? If not, others may use it too."""
+        return getattr(tensor, "_shardwright_made_in", None) == self.seed
+
+    def in_order(self, thing: Any) -> None:
+        """Before this microbatch uses what others use too: let those before it come as far (see `shared`)."""
+        self.note(Event("tell", 0))  # such waits need the order in which nothing can deadlock
+        while not self.uses.is_turn(self.index):
+            self.yield_turn()
+        self.uses.note(self, thing)
 
     def new_leaf(self, value: Value) -> PlacedTensor:
         """The same value, requiring grad from here on (its gradient goes no further)."""
@@ -321,6 +363,11 @@ class Frame:
     def post_receive(self, spec: Spec, source: int) -> Handle:
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=self.device)
         return self.runtime.wire.receive(buffer, source, self.index)
+
+    def yield_turn(self) -> None:
+        """Let other microbatches go on."""
+        with context.own_view():
+            self._turns.wait_turn(self)
 
     def wait(self, handle: Handle) -> Any:
         with context.own_view():

@@ -13,8 +13,6 @@ from torch import Tensor
 from shardwright.pipeline.placed import PlacedTensor
 from shardwright.pipeline.spec import Spec, twin
 
-KEYABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
-
 _names: dict[Any, str] = {}
 
 
@@ -113,6 +111,12 @@ REFUSED = {
     "set_": "use copy_()",
     "resize_": "use reshape() or new_empty()",
     "resize_as_": "use reshape()",
+    "swap_": "assign the tensors to new names",
+    "dlpack": "the value may be on another rank; use it inside a module",
+    "from_dlpack": "the value may be on another rank; use it inside a module",
+    "apply_": "use torch functions, or a module",
+    "map_": "use torch functions, or a module",
+    "map2_": "use torch functions, or a module",
     "grad.set": "gradients of activations are not kept; set .grad on parameters outside the step",
     "_cdata.get": "the value may be on another rank; use it inside a module",
 }
@@ -120,7 +124,7 @@ REFUSED = {
 # Python sees the value: its holder computes it and tells the group.
 VALUE_OPS = {
     "item", "tolist", "numpy", "array", "bool", "int", "float", "complex", "index", "repr", "str", "format", "contains",
-    "equal", "allclose", "is_nonzero", "reduce_ex", "dlpack",
+    "equal", "allclose", "is_nonzero",
 }  # fmt: skip
 
 # Reading or setting these on a parameter concerns the parameter object itself, on each rank.
@@ -128,6 +132,30 @@ PLAIN_ON_PARAMETERS = {"grad.get", "grad.set", "requires_grad.get", "is_leaf.get
 
 MOVES = {"to", "cpu", "cuda", "pin_memory"}
 INDEXING = {"getitem", "setitem"}
+# What they return shares memory with the operand, and no gradient flows through.
+DETACHING = {"detach"}
+# The value of a number among the arguments changes neither shape nor dtype: outcomes are kept by its type.
+ANY_NUMBER = {
+    "add", "sub", "mul", "div", "true_divide", "radd", "rsub", "rmul", "rdiv", "truediv", "rtruediv", "subtract", "multiply",
+    "divide", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "lerp", "lerp_", "clamp", "clamp_",
+    "masked_fill", "masked_fill_", "fill_", "full_like", "setitem", "gt", "lt", "ge", "le", "eq", "ne", "isclose",
+}  # fmt: skip
+_SHAPED_LIKE = {"view_as": Tensor.view, "expand_as": Tensor.expand, "reshape_as": Tensor.reshape}
+
+
+def without_other(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
+    """Calls that only want to know the shape or dtype of another tensor, as (function, arguments) without it."""
+    if name not in _SHAPED_LIKE and name not in ("type_as", "to"):
+        return None
+    subject, other = args[0], args[1] if len(args) > 1 else kwargs.get("other")
+    if not isinstance(other, Tensor):
+        return None
+    if name in _SHAPED_LIKE:
+        return _SHAPED_LIKE[name], (subject, other.shape if type(other) is not PlacedTensor else other._value.spec.shape)
+    dtype = other.dtype if type(other) is not PlacedTensor else other._value.spec.dtype
+    if name == "type_as" or len(args) + len(kwargs) == 2:
+        return Tensor.to, (subject, dtype)
+    return None
 
 
 def retarget_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -183,12 +211,9 @@ _INPLACE_POSITION = _inplace_positions()
 
 
 def in_place_target(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor that this call writes to, or None."""
-    if name in _IN_PLACE_DUNDERS or name in _SETTERS or (name.endswith("_") and not name.startswith("_")):
-        return args[0] if args else None
-    out = kwargs.get("out")
-    if isinstance(out, Tensor):
-        return out
+    """The tensor (or the list of tensors) that this call writes to, or None."""
+    if name in _IN_PLACE_DUNDERS or name in _SETTERS or (name.endswith("_") and not name.startswith("__")):
+        return args[0] if args else next(iter(kwargs.values()), None)
     position = _INPLACE_POSITION.get(func)
     if position is not None:
         flag = kwargs.get("inplace", args[position] if len(args) > position else False)
@@ -196,19 +221,26 @@ def in_place_target(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
-def masks_to_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Indexing by an ordinary bool tensor, written as indexing by its true positions: then shapes are known."""
+def plain_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Indices whose shape is known beforehand: ordinary bool tensors as the positions where they are true, ordinary
+    numbers in slices as Python's."""
     index = args[1]
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(_is_mask(p) for p in parts):
+    if not any(_is_mask(p) or type(p) is slice for p in parts):
         return args
     made: list[Any] = []
     for part in parts:
         if _is_mask(part):
             made += part.nonzero(as_tuple=True)
+        elif type(part) is slice:
+            made.append(slice(_plain(part.start), _plain(part.stop), _plain(part.step)))
         else:
             made.append(part)
     return (args[0], tuple(made), *args[2:])
+
+
+def _plain(bound: Any) -> Any:
+    return int(bound) if isinstance(bound, Tensor) and type(bound) is not PlacedTensor else bound
 
 
 def _is_mask(part: Any) -> bool:

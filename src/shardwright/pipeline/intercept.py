@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd import Function
+from torch.overrides import handle_torch_function
 
 from shardwright.errors import UnsupportedOperationError
 from shardwright.pipeline.placed import PlacedTensor, current_frame
@@ -50,8 +51,6 @@ def installed() -> Iterator[None]:
 
 
 def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:
-    from shardwright.pipeline import glue
-
     frame = current_frame()
     if frame is None:
         return _apply.__func__(cls, *args, **kwargs)
@@ -62,7 +61,7 @@ def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:
             return function(*inputs)
         finally:
             frame.checkpointing -= 1
-    return glue.run(frame, _as_function(cls), args, kwargs)
+    return handle_torch_function(_as_function(cls), (), *args, **kwargs)
 
 
 def _as_function(cls: type) -> Callable[..., Any]:
@@ -84,8 +83,10 @@ def _checkpoint_in_glue(function: Any, *args: Any, **kwargs: Any) -> Iterator[No
         yield from _plain_generator(function, *args, **kwargs)
         return
     frame.checkpointing += 1
-    yield
-    frame.checkpointing -= 1
+    try:
+        yield
+    finally:
+        frame.checkpointing -= 1
 
 
 def _backward_in_glue(tensors: Any, *args: Any, **kwargs: Any) -> None:

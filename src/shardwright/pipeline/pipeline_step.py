@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardwright.pipeline import agreement, aliasing, blame
+from shardwright.pipeline import agreement, aliasing, blame, shared
 from shardwright.pipeline.executor import Executor
 from shardwright.pipeline.frame import Frame
 from shardwright.pipeline.glue import GlueMode
@@ -101,7 +101,7 @@ class PipelineSteps:
             results = [p.collect() for p in published]
             for frame in executor.frames:
                 frame.settle_sends()
-            self._settle()
+            self._settle(executor.frames)
             agreement.check(runtime, executor.frames)
         except BaseException as error:
             runtime.forget()
@@ -141,20 +141,20 @@ class PipelineSteps:
             active = context.world().config.active_microbatches
             tables[key] = make_timetable(self._kind, programs[0], len(frames), active, self.runtime.size)
 
-    def _settle(self) -> None:
+    def _settle(self, frames: Sequence[Frame]) -> None:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need
         them."""
         runtime = self.runtime
-        for tensor in runtime.converted:
-            aliasing.restore(tensor, _everywhere(runtime, tensor._value))
-        runtime.converted.clear()
-        for registered in [r for r in runtime.registered.values() if r.is_buffer and r.home is not None]:
+        for frame in sorted(frames, key=lambda f: f.index):
+            for tensor in frame.converted:
+                aliasing.restore(tensor, _everywhere(runtime, tensor._value))
+        for registered in shared.step_ends(runtime):
+            assert registered.home is not None
             module, name = registered.home
-            now = module._buffers.get(name)
-            if type(now) is PlacedTensor:
-                real = _everywhere(runtime, now._value).detach().clone()
-                module._buffers[name] = real
-                runtime.replace(registered, real)
+            now: Any = module._buffers[name]
+            real = _everywhere(runtime, now._value).detach().clone()
+            module._buffers[name] = real
+            runtime.replace(registered, real)
 
     def _fail(self, error: BaseException, executor: Executor) -> None:
         """Tell the other ranks; if ranks wait for each other in vain, find out whether they run different

@@ -10,9 +10,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline.spec import Spec
@@ -55,13 +61,17 @@ class PlacedTensor(torch.Tensor):
     _parent_version: int
     # Counts in-place changes of this object.
     _version_count: int
+    # Live views of this object, by id; None before the first.
+    _views: weakref.WeakValueDictionary[int, PlacedTensor] | None
     # Why an in-place change would not be seen by everyone who should see it, or None.
     _untracked: str | None
 
     @staticmethod
     def of(value: Value) -> PlacedTensor:
         spec = value.spec
-        placed = torch.Tensor._make_wrapper_subclass(PlacedTensor, spec.shape, dtype=spec.dtype)
+        placed = torch.Tensor._make_wrapper_subclass(
+            PlacedTensor, spec.shape, dtype=spec.dtype, device=value.frame.device
+        )
         adopt(placed, value)
         return placed
 
@@ -99,7 +109,7 @@ def adopt(placed: Any, value: Value) -> None:
     placed._parent_version = 0
     placed._version_count = 0
     placed._untracked = None
-    placed._views = weakref.WeakSet()
+    placed._views = None
 
 
 class _Local(threading.local):
@@ -121,16 +131,26 @@ def enter_frame(frame: Frame | None) -> None:
 
 
 class native:
-    """While open, this thread runs real code on real tensors: units and ops on the rank that owns them."""
+    """While open, this thread runs real code on real tensors: units and ops on the rank that owns them.
 
-    __slots__ = ("_before",)
+    The glue mode is taken off, so that real code doesn't pay for it.
+    """
+
+    __slots__ = ("_before", "_mode")
+
+    glue_mode: ClassVar[type | None] = None
 
     def __enter__(self) -> None:
         self._before = _local.native
         _local.native = True
+        depth = _len_torch_function_stack()
+        on_top = depth > 0 and type(_get_function_stack_at(depth - 1)) is native.glue_mode
+        self._mode = _pop_torch_function_stack() if on_top else None
 
     def __exit__(self, *exc: object) -> None:
         _local.native = self._before
+        if self._mode is not None:
+            _push_on_torch_function_stack(self._mode)
 
 
 _ALWAYS_ALLOWED = {torch.Tensor.__hash__}
@@ -142,6 +162,13 @@ def _misplaced(op: str) -> PipelineError:
             f"'{op}' met a tensor of another stage inside a module that runs as one unit: the tensor came in by a"
             " way that can't be seen (a closure, a global, an attribute set by another module)",
             remedy="pass it as an argument of the module's forward",
+        )
+    if _local.frame is not None:
+        return UnsupportedOperationError(
+            f"'{op}' reached a tensor of another stage in a way that torch functions don't see (torch.func, torch.jit, a"
+            " compiled extension)",
+            where=_local.frame.where("glue"),
+            remedy="call it inside a module that runs on one stage",
         )
     return PipelineError(
         f"'{op}' was called on a tensor that belongs to a pipeline step, outside the step function",

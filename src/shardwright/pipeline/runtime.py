@@ -26,6 +26,8 @@ class Registered:
     """A parameter or buffer of the model, and the stage that owns it.
 
     home: the module and key where a buffer is kept.
+    changed: glue has changed or reassigned it in this step.
+    steady: the values of its module's `training` with which a whole step left it alone (see `shared`).
     """
 
     name: str
@@ -33,6 +35,8 @@ class Registered:
     owner: int
     is_buffer: bool
     home: tuple[torch.nn.Module, str] | None = None
+    changed: bool = False
+    steady: set[bool] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -47,7 +51,6 @@ class Runtime:
     news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
     tied: ids of parameters that several modules have.
     gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
-    converted: ordinary tensors that glue turned into placed ones in this step (see `aliasing.convert`).
     """
 
     rank: int
@@ -62,7 +65,6 @@ class Runtime:
     units: list[Any] = field(default_factory=list)
     own: dict[int, Any] = field(default_factory=dict)
     news: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    converted: list[Any] = field(default_factory=list)
     tied: set[int] = field(default_factory=set)
     gradient_arrived: Callable[[torch.nn.Parameter], None] = lambda parameter: None
 

@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 from shardwright.errors import UsageError
 from shardwright.pipeline.crossing import Crossing
 from shardwright.pipeline.placed import current_frame
-from shardwright.pipeline.runtime import Runtime, harmless_hooks
+from shardwright.pipeline.runtime import Registered, Runtime, harmless_hooks
 from shardwright.pipeline.spec_cache import SpecCache
 
 if TYPE_CHECKING:
@@ -74,6 +74,12 @@ class Unit:
             for path, m in self.module.named_modules(prefix=self.name)
             for key in m._buffers
         ]
+
+    @functools.cached_property
+    def registered_buffers(self) -> list[Registered]:
+        """What glue knows of the buffers inside."""
+        names = {name for name, _, _ in self.buffers}
+        return [r for r in self.runtime.registered.values() if r.is_buffer and r.name in names]
 
     @functools.cached_property
     def has_state(self) -> bool:

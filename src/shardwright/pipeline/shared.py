@@ -1,0 +1,98 @@
+"""Objects that the microbatches of a step share: a running total, a buffer that glue changes.
+
+In one process microbatches run one after the other. Here they take turns, in an order that differs between ranks,
+so whoever reads or changes a shared object first lets the microbatches before it come as far as itself: through
+forward, or, after its own backward, to their end. All ranks then see the object change in the order of one process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import UnsupportedOperationError
+from shardwright.pipeline.placed import PlacedTensor
+
+if TYPE_CHECKING:
+    from shardwright.pipeline.frame import Frame
+    from shardwright.pipeline.runtime import Registered, Runtime
+
+
+class SharedUses:
+    """How far each microbatch of a step is on this rank, and which was the last to use each shared object."""
+
+    def __init__(self) -> None:
+        self._past_forward: set[int] = set()
+        self._ended: set[int] = set()
+        self._last: dict[int, tuple[int, Any]] = {}
+
+    def forward_ends(self, index: int) -> None:
+        self._past_forward.add(index)
+
+    def ends(self, index: int) -> None:
+        self._ended.add(index)
+
+    def is_turn(self, index: int) -> bool:
+        """Are all earlier microbatches as far as this one?"""
+        through = self._ended if index in self._past_forward else self._ended | self._past_forward
+        return through.issuperset(range(index))
+
+    def note(self, frame: Frame, thing: Any) -> None:
+        """Remember that a microbatch uses `thing`. Raises if a later one did already."""
+        last, _ = self._last.get(id(thing), (-1, None))
+        if last > frame.index:
+            raise UnsupportedOperationError(
+                f"microbatch {frame.index} uses a tensor or buffer that microbatch {last} has used already, in another"
+                " order than one process would",
+                where=frame.where("glue"),
+                remedy="use what microbatches share either before model.backward() or after it, and alike in every step",
+            )
+        self._last[id(thing)] = (frame.index, thing)
+
+
+def resolve_foreign(frame: Frame, placed: PlacedTensor) -> Any:
+    """A tensor of another microbatch, in the state in which that one left it: the object to read."""
+    buffer = _buffer_at(frame.runtime, placed)
+    frame.in_order(placed if buffer is None else buffer)
+    if buffer is not None and buffer.home is not None:
+        now = buffer.home[0]._buffers.get(buffer.home[1])
+        if type(now) is PlacedTensor and now._value.frame is not frame:
+            return now
+    return placed
+
+
+def _buffer_at(runtime: Runtime, placed: PlacedTensor) -> Registered | None:
+    """The buffer whose place a placed tensor has taken, if it has."""
+    for entry in runtime.registered.values():
+        if entry.home is not None and entry.home[0]._buffers.get(entry.home[1]) is placed:
+            return entry
+    return None
+
+
+def read_buffer(frame: Frame, buffer: Registered) -> PlacedTensor | None:
+    """Before glue reads a buffer: what an earlier microbatch assigned to it, or None if it is as it was."""
+    assert buffer.home is not None
+    module, key = buffer.home
+    if module.training in buffer.steady:
+        frame.uses.note(frame, buffer)
+        return None
+    frame.in_order(buffer)
+    now = module._buffers.get(key)
+    return now if type(now) is PlacedTensor and now._value.frame is not frame else None
+
+
+def step_ends(runtime: Runtime) -> list[Registered]:
+    """Learn which buffers glue leaves alone; returns those that hold placed tensors now."""
+    assigned = []
+    for entry in runtime.registered.values():
+        if entry.home is None:
+            continue
+        module, key = entry.home
+        if type(module._buffers.get(key)) is PlacedTensor:
+            assigned.append(entry)
+            entry.changed = True
+        if entry.changed:
+            entry.steady.clear()
+            entry.changed = False
+        else:
+            entry.steady.add(module.training)
+    return assigned

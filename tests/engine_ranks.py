@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import models
 import shardwright.torch as smp
-from plain_modules import RunningScale, WIDTH
+from plain_modules import WIDTH, RunningScale
 
 TWO_STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "log_level": "warning"}
 TWO_REPLICAS = {"ddp": True, "microbatches": 2, "log_level": "warning"}

@@ -14,9 +14,8 @@ import shardwright.torch as smp
 from engine_ranks import TWO_BY_TWO, TWO_REPLICAS, same
 from harness import RankFailure, RankPool
 from shardwright.data_parallel import sync
+from shardwright.data_parallel.join import UnevenInputsError
 from shardwright.errors import UsageError
-
-LAYOUTS = [pytest.param("pool2", TWO_REPLICAS, id="dp2"), pytest.param("pool4", TWO_BY_TWO, id="pp2-dp2")]
 
 
 @pytest.fixture
@@ -364,7 +363,7 @@ def test_state_dicts_on_the_first_replica_only(pool4: RankPool) -> None:
 
 def uneven(options: dict[str, Any]) -> tuple[Any, Any, list[int]]:
     """Replica 0 has two batches, replica 1 has four; the model may not be partitioned yet."""
-    model = wrap()
+    model = wrap().eval()
     optimizer = smp.DistributedOptimizer(ranks.adam(model))
     calls = []
     with model.join(**options):
@@ -385,7 +384,7 @@ def test_uneven_inputs(layout: tuple[RankPool, dict[str, Any]]) -> None:
     results = pool.run(uneven, {}, config=config)
     assert all(same(r[:2], results[0][:2]) for r in results)
     assert sorted(len(r[2]) for r in results) == [2] * (len(results) // 2) + [4] * (len(results) // 2)
-    truth = ranks.net()
+    truth = ranks.net().eval()
     optimizer = ranks.adam(truth)
     for step in (0, 1, 2, 3, 9):
         ranks.reference_step(truth, optimizer, step, (0, 1) if step in (0, 1, 9) else (1,), divisor=2)
@@ -393,11 +392,15 @@ def test_uneven_inputs(layout: tuple[RankPool, dict[str, Any]]) -> None:
         torch.testing.assert_close(results[0][0][name], value.detach(), rtol=1e-5, atol=1e-6)
 
 
+def uneven_ends() -> None:
+    with pytest.raises(UnevenInputsError, match="no more batches"):
+        uneven({"throw_on_early_termination": True})
+
+
 @both_layouts
 def test_uneven_inputs_may_end_training(layout: tuple[RankPool, dict[str, Any]]) -> None:
     pool, config = layout
-    with pytest.raises(RankFailure, match="UnevenInputsError"):
-        pool.run(uneven, {"throw_on_early_termination": True}, config=config)
+    pool.run(uneven_ends, config=config)
 
 
 # -- parameters without gradients -------------------------------------------------------------------------
@@ -456,8 +459,25 @@ def test_parameters_without_gradients(layout: tuple[RankPool, dict[str, Any]]) -
     pool, config = layout
     results = pool.run(sparse_gradients, config=config)
     seen = [set().union(*(r[0][step] for r in results)) for step in range(3)]
-    assert seen == [{"always", "even", "first", "head"}, {"always", "first", "head"}, {"always", "even", "first", "head"}]
+    assert seen == [
+        {"always", "even", "first", "head"},
+        {"always", "first", "head"},
+        {"always", "even", "first", "head"},
+    ]
     for _, (state, clipped) in results:
         assert 2 not in state  # never.weight: no state is made up
         assert state[4]["step"] == 2  # even.weight
         assert clipped == results[0][1][1]
+
+
+def nothing_at_all() -> None:
+    """Replica 1 has no batch, and the model is not partitioned yet."""
+    model = wrap()
+    with model.join():
+        for step in range(1 - smp.dp_rank()):
+            ranks.train_step(model, ranks.data(step))
+
+
+def test_a_replica_without_any_batch_cannot_join_the_first_step(pool4: RankPool) -> None:
+    with pytest.raises(RankFailure, match="a replica that has no batch at all before the model is partitioned"):
+        pool4.run(nothing_at_all, config=TWO_BY_TWO)

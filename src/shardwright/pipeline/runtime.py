@@ -119,7 +119,7 @@ class Runtime:
                     self.replace(entry, tensor)
         self.glue_cache.clear()
         for unit in self.units:
-            unit.outcomes.clear()
+            unit.cache.clear()
 
 
 # Functions that return a mutable object which module hooks write to, or None; every unit treats it as an argument.

@@ -209,13 +209,6 @@ class Frame:
     def adopt_foreign(self, placed: PlacedTensor) -> Value:
         """A value of another microbatch that Python kept: usable as a constant."""
         old = placed._value
-        if old.frame.step == self.step and old.frame.index > self.index:
-            raise UnsupportedOperationError(
-                f"a tensor of microbatch {old.frame.index} is used in microbatch {self.index}, which comes before it:"
-                " microbatches are in flight together, and share every object outside the step function",
-                where=self.where("glue"),
-                remedy="keep tensors in local variables, arguments or attributes of modules, not in globals",
-            )
         if old.spec.requires_grad:
             raise UnsupportedOperationError(
                 f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch {self.index}",

@@ -208,6 +208,13 @@ class Frame:
         )
         return PlacedTensor.of(leaf)
 
+    def detached(self, value: Value) -> PlacedTensor:
+        """The same value, not requiring grad from here on."""
+        spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, False)
+        cut = self.new_value(spec, value.holder, value.tensor)
+        cut.copies = set(value.copies)
+        return PlacedTensor.of(cut)
+
     def adopt_foreign(self, placed: PlacedTensor) -> Value:
         """A value of another microbatch that Python kept: usable as a constant."""
         old = placed._value

@@ -13,8 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from shardwright.topology import rng
+
+# Hooks on the calls of all modules.
+_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+)
 
 
 @contextmanager
@@ -25,12 +32,15 @@ def untouched(module: nn.Module, *, keep_values: bool) -> Iterator[None]:
     Called by: one rank, before its first step. Collectives: none.
     """
     random_state = rng.capture()
+    everywhere = [(hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS]
     attributes = [(found, _remember(vars(found))) for found in module.modules()]
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
     values = [(tensor, tensor.detach().clone()) for tensor in _written(module)] if keep_values else []
     try:
         yield
     finally:
+        for hooks, before in everywhere:
+            hooks.update(before)
         for found, remembered in attributes:
             _restore(vars(found), remembered)
         with torch.no_grad():
@@ -50,6 +60,8 @@ def silence_hooks(module: nn.Module) -> None:
 
     Kept are torch's own that compute a weight before each call. `untouched` puts the others back.
     """
+    for everywhere in _GLOBAL_HOOKS:
+        everywhere.clear()
     for found in module.modules():
         for hooks in (found._forward_hooks, found._forward_pre_hooks):
             for key in [k for k, hook in hooks.items() if not type(hook).__module__.startswith("torch.nn.utils.")]:

@@ -1,7 +1,7 @@
 """Many small step functions on several ranks in one go, each compared with a plain loop in one process.
 
     CASES = [Case("identity", Net, train, place={"a": 0, "b": 1}), ...]
-    verdicts = run_cases(pool, CASES)          # one run of the pool; every case in a world of its own
+    verdicts = run_cases(pool, __name__, CASES)     # one run of the pool; every case in a world of its own
     check(CASES[0], verdicts["identity"])      # raises AssertionError with what differs
 
 A case's body is called as `body(model, *args, **kwargs)`, on ranks under `smp.step`, in the reference once per
@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import reference
+from harness import RankPool
 
 Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -90,15 +91,24 @@ def make(case: Case) -> nn.Module:
 # ------------------------------------------------------------------ on the ranks
 
 
-def run_cases(pool: RankPool, cases: Sequence[Case], timeout_s: float = 120) -> dict[str, list[Verdict]]:
+def run_cases(pool: RankPool, module: str, cases: Sequence[Case], timeout_s: float = 120) -> dict[str, list[Verdict]]:
     """Run cases on the pool; returns each case's verdicts, one per rank.
 
-    cases: of one test module, which must list them all in `CASES`.
+    module: the test module that lists the cases in `CASES`.
     """
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), "two cases have one name"
-    found = pool.run(_run_named, cases[0].body.__module__, names, timeout_s=timeout_s)
+    found = pool.run(_run_named, module, names, timeout_s=timeout_s)
     return {name: [rank[name] for rank in found] for name in names}
+
+
+def run_on_pools(request: pytest.FixtureRequest, cases: Sequence[Case]) -> dict[str, list[Verdict]]:
+    """Run cases on the session's pools, by their number of stages; for a fixture of a test module."""
+    found: dict[str, list[Verdict]] = {}
+    for pp in sorted({case.pp for case in cases}):
+        mine = [case for case in cases if case.pp == pp]
+        found |= run_cases(request.getfixturevalue(f"pool{pp}"), request.module.__name__, mine)
+    return found
 
 
 def _run_named(module: str, names: Sequence[str]) -> dict[str, Verdict]:

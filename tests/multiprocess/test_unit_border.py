@@ -1,4 +1,4 @@
-"""What crosses the border of a unit: nested values, objects that a unit changes, and values of every dtype.
+"""What crosses the border of a unit: nested values, every dtype, Python values, what has no description.
 
 Loss, gradients, weights and whatever else a case returns are compared with one process, bit for bit.
 """
@@ -11,46 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import step_cases
 from step_cases import Case, Verdict
-
-WIDTH = 8
-BATCH = 4
-
-
-def vectors(step: int, *, width: int = WIDTH, batch: int = BATCH) -> Tensor:
-    return torch.randn(batch, width, generator=torch.Generator().manual_seed(step))
-
-
-def one_tensor(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (vectors(step),), {}
-
-
-def train(model: Any, x: Tensor) -> Any:
-    """The plainest body: a number from the model's output, backward, both returned."""
-    out = model(x)
-    loss = out.square().mean()
-    model.backward(loss)
-    return loss, out
-
-
-class Body(nn.Module):
-    """A linear layer on stage 0 (`first`), a module of the case on stage 1 (`inner`)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(self.first(x))
-
-
-PLACE = {"inner": 1}
-
+from unit_models import BATCH, PLACE, WIDTH, Body, one_tensor, train, vectors
 
 # ------------------------------------------------------------------ structured values
 
@@ -88,7 +53,13 @@ class Nested(nn.Module):
     def forward(self, pair: Pair, *, extra: dict[str, Any]) -> Any:
         h = self.linear(pair.left) + pair.right[0]
         both = collections.OrderedDict(twice=h * 2, same=extra["given"])
-        return Pair(h, [None, (h.sum(), {"deep": h.mean(0)})]), Result(h + 1, "note"), both, Slotted(h, h * 3), slice(1, None)
+        return (
+            Pair(h, [None, (h.sum(), {"deep": h.mean(0)})]),
+            Result(h + 1, "note"),
+            both,
+            Slotted(h, h * 3),
+            slice(1, None),
+        )
 
 
 class CallsNested(nn.Module):
@@ -123,7 +94,9 @@ class Options(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, h: Tensor, mask: Tensor | None = None, *, scale: float, flag: bool, meta: dict[str, Any]) -> Tensor:
+    def forward(
+        self, h: Tensor, mask: Tensor | None = None, *, scale: float, flag: bool, meta: dict[str, Any]
+    ) -> Tensor:
         h = self.linear(h) * scale
         if mask is not None:
             h = h.masked_fill(mask, 0.0)
@@ -220,124 +193,6 @@ def use_mixed(model: Any, x: Tensor, ids: Tensor) -> Any:
     model.backward(loss)
     assert [t.requires_grad for t in others] == [False, False, False, True, True, False]
     return loss, others
-
-
-# ------------------------------------------------------------------ objects that a unit changes
-
-
-class BoxList:
-    """Tensors and a size, in the style of detection models; the class has its own __eq__ and __getattr__."""
-
-    def __init__(self, boxes: Tensor) -> None:
-        self.boxes = boxes
-        self.size = (3, 4)
-        self.fields: dict[str, Tensor] = {}
-
-    def __eq__(self, other: object) -> bool:
-        raise AssertionError("nobody may compare these")
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("field_"):
-            return self.fields[name.removeprefix("field_")]
-        raise AttributeError(name)
-
-
-class Changes(nn.Module):
-    """Appends to a list, fills a dict, sets attributes of an object, and returns one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, h: Tensor, seen: list[Any], table: dict[str, Any], boxes: BoxList, log: list[list[Any]]) -> Any:
-        h = self.linear(h)
-        seen.append(h.relu())
-        table["mean"] = h.mean()
-        table.setdefault("calls", []).append("one")
-        boxes.boxes = boxes.boxes + h
-        boxes.fields["score"] = h.sigmoid()
-        log[0].append(seen)
-        return h, boxes
-
-
-class GivesObjects(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inner = Changes()
-        self.back = Changes()
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.first(x)
-        seen: list[Any] = [h]
-        table: dict[str, Any] = {}
-        boxes = BoxList(h * 2)
-        log: list[list[Any]] = [[]]
-        boxes_before, fields_before = boxes, boxes.fields
-        for module in (self.inner, self.back):
-            h, returned = module(h, seen, table, boxes, log)
-            assert returned is boxes_before
-        assert boxes.fields is fields_before
-        assert log[0][0] is seen
-        assert log[0][1] is seen
-        assert len(seen) == 3
-        assert table["calls"] == ["one", "one"]
-        return h, seen, table, boxes
-
-
-def use_objects(model: Any, x: Tensor) -> Any:
-    h, seen, table, boxes = model(x)
-    loss = h.mean() + sum(s.square().mean() for s in seen) + table["mean"] + boxes.boxes.mean()
-    loss = loss + boxes.field_score.sum()
-    model.backward(loss)
-    return loss, seen, table["mean"], boxes.boxes
-
-
-class Clears(nn.Module):
-    """Empties containers, deletes an attribute, replaces one tensor by another that came in with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, h: Tensor, state: Any) -> Tensor:
-        state.past.clear()
-        state.keep, state.other = state.other, state.keep
-        del state.gone
-        state.count += 1
-        state.members.add("new")
-        return self.linear(h) + state.keep
-
-
-class State:
-    def __init__(self, h: Tensor) -> None:
-        self.past = [h, h]
-        self.keep = h * 2
-        self.other = h * 3
-        self.gone = h
-        self.count = 0
-        self.members = {"old"}
-
-
-class GivesState(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inner = Clears()
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.first(x)
-        state = State(h)
-        keep = state.keep
-        out = self.inner(h, state)
-        assert state.past == []
-        assert state.other is keep
-        assert not hasattr(state, "gone")
-        assert state.count == 1
-        assert state.members == {"old", "new"}
-        return out * state.keep + state.other
 
 
 # ------------------------------------------------------------------ Python values, opaque objects, shapes
@@ -448,97 +303,6 @@ def count_dummies(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.zeros(BATCH, 0), -1), {}
 
 
-class Auxiliary(nn.Module):
-    """Leaves a loss, a list and a running total in attributes, in the style of mixtures of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = Gate()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.losses: list[Tensor] = []
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.losses.append(h.square().mean())
-        return self.linear(h) * self.gate(h)
-
-
-class Gate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.aux: Tensor | float = 0.0
-        self.total = torch.zeros(WIDTH)
-        self.table: Tensor | None = None
-
-    def forward(self, h: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.linspace(0.5, 1.5, WIDTH)
-        gate = torch.sigmoid(self.linear(h)) * self.table
-        self.aux = gate.mean(0).square().sum()
-        self.total = self.total + gate.detach().mean(0)
-        return gate + self.total
-
-
-class GivesAuxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inner = Auxiliary()
-
-    def forward(self, x: Tensor) -> Any:
-        self.inner.losses.clear()
-        h = self.inner(self.first(x))
-        aux = self.inner.gate.aux
-        h = self.inner(h)
-        return h, aux + self.inner.gate.aux * 2 + sum(self.inner.losses), self.inner.gate.total
-
-
-def use_auxiliary(model: Any, x: Tensor) -> Any:
-    out, aux, total = model(x)
-    loss = out.square().mean() + aux + model.module.inner.gate.aux * total.mean()
-    model.backward(loss)
-    return loss, out, aux, total
-
-
-def reset_total(model: Any, step: int) -> None:
-    if step == 2:
-        model.inner.gate.total = torch.ones(WIDTH)
-
-
-class ChangesOwn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, h: Tensor, trainer: Trainer) -> Tensor:
-        trainer.seen.append(h.mean())
-        return self.linear(h)
-
-
-class Trainer:
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-        self.data = list(range(1000))
-
-
-class GivesTrainer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inner = ChangesOwn()
-
-    def forward(self, x: Tensor, trainer: Trainer) -> Tensor:
-        return self.inner(self.first(x), trainer)
-
-
-def with_trainer(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (vectors(step), Trainer()), {}
-
-
-def use_trainer(model: Any, x: Tensor, trainer: Trainer) -> Any:
-    return model(x, trainer)
-
-
 def use_number(model: Any, x: Tensor, number: int) -> Any:
     out = model(x, number)
     loss = out.square().mean()
@@ -548,24 +312,46 @@ def use_number(model: Any, x: Tensor, number: int) -> Any:
 
 CASES = [
     Case("nested", CallsNested, use_nested, one_tensor, PLACE),
-    Case("ff04_options", TakesOptions, use_options, options_inputs, {"inner": 1, "loss": 1}, dummies=options_dummies, steps=3, reordered="a module called twice"),
+    Case(
+        "ff04_options",
+        TakesOptions,
+        use_options,
+        options_inputs,
+        {"inner": 1, "loss": 1},
+        dummies=options_dummies,
+        steps=3,
+        reordered="a module called twice",
+    ),
     Case("ff05_dtypes", MixedDtypes, use_mixed, ids_inputs, {"receives": 1}),
-    Case("changed_objects", GivesObjects, use_objects, one_tensor, PLACE, reordered="uses on two stages"),
-    Case("cleared_objects", GivesState, train, one_tensor, PLACE, reordered="uses on two stages"),
     Case("python_numbers", lambda: Body(Measures()), use_measures, one_tensor, PLACE, steps=3),
-    Case("opaque_result", lambda: Body(ReturnsGenerator()), use_first, one_tensor, PLACE, error=r"'inner'.*list_iterator"),
-    Case("shapes_differ", lambda: PassesOn(Selects()), train, rows_differ, PLACE, steps=3, error=r"'inner'(.|\n)*smp\.dynamic_shapes\(module\)"),
+    Case(
+        "opaque_result", lambda: Body(ReturnsGenerator()), use_first, one_tensor, PLACE, error=r"'inner'.*list_iterator"
+    ),
+    Case(
+        "shapes_differ",
+        lambda: PassesOn(Selects()),
+        train,
+        rows_differ,
+        PLACE,
+        steps=3,
+        error=r"'inner'(.|\n)*smp\.dynamic_shapes\(module\)",
+    ),
     Case("dynamic_shapes", lambda: PassesOn(Selects()), train, rows_differ, PLACE, steps=4, prepare=mark_inner),
-    Case("kept_attributes", GivesAuxiliary, use_auxiliary, one_tensor, PLACE, steps=4, before_step=reset_total, reordered="uses on two stages"),
-    Case("kept_attributes_4", GivesAuxiliary, use_auxiliary, one_tensor, PLACE, steps=4, microbatches=4, reordered="uses on two stages"),
-    Case("changed_own_object", GivesTrainer, use_trainer, with_trainer, PLACE, error="'inner' changed an object of type .*Trainer that each rank has for itself"),
-    Case("opaque_arguments", GivesFunction, use_number, count_inputs, {"inner": 1, "norm": 1}, dummies=count_dummies, steps=4),
-]  # fmt: skip
+    Case(
+        "opaque_arguments",
+        GivesFunction,
+        use_number,
+        count_inputs,
+        {"inner": 1, "norm": 1},
+        dummies=count_dummies,
+        steps=4,
+    ),
+]
 
 
 @pytest.fixture(scope="module")
-def verdicts(pool2: RankPool) -> dict[str, list[Verdict]]:
-    return step_cases.run_cases(pool2, CASES)
+def verdicts(request: pytest.FixtureRequest) -> dict[str, list[Verdict]]:
+    return step_cases.run_on_pools(request, CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

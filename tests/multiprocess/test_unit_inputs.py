@@ -1,4 +1,4 @@
-"""Step inputs come from pipeline rank 0, outputs go to every rank: splitting, dummies, wrong batches, kinds of values."""
+"""Step inputs come from pipeline rank 0, outputs go to every rank: dummies, wrong batches, kinds of values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import step_cases
+from harness import RankPool
 from step_cases import Case, Verdict
 
 WIDTH = 8
@@ -171,11 +171,11 @@ def see_gradients(model: Any, step: int) -> None:
     """The gradient of the last step's input shows in the weights."""
     import shardwright.torch as smp
 
-    if not smp.is_initialized() or smp.pp_rank() == 0:
-        if GIVEN and GIVEN[-1].grad is not None:
-            with torch.no_grad():
-                model.first.bias += GIVEN[-1].grad.sum(0)
-            GIVEN.clear()
+    has_inputs = not smp.is_initialized() or smp.pp_rank() == 0
+    if has_inputs and GIVEN and GIVEN[-1].grad is not None:
+        with torch.no_grad():
+            model.first.bias += GIVEN[-1].grad.sum(0)
+        GIVEN.clear()
 
 
 def lengths(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -233,10 +233,16 @@ def no_grad_inside(model: Any, x: Tensor) -> Any:
 
 
 class Wrapped:
-    """A trainer whose class body holds a step function: it is no method."""
+    """An object that each rank has itself, and that the step body changes."""
 
     def __init__(self) -> None:
         self.seen = 0
+
+
+class Trainer:
+    """Its class holds a step function: that is no method, and takes exactly what it is given."""
+
+    train_step: Any = None
 
 
 def own_object(model: Any, x: Tensor, trainer: Wrapped) -> Any:
@@ -259,25 +265,62 @@ CASES = [
     Case("many_kinds", Net, many_kinds, gives_many, PLACE, dummies=dummy_many, options=MANY_OPTIONS),
     Case("batch_encoding", Net, encoding, gives_encoding, PLACE, dummies=dummy_encoding),
     Case("strides", Net, plain, strided, PLACE, dummies=dummy, steps=8),
-    Case("input_requires_grad", Net, input_gradient, wants_grad, PLACE, before_step=see_gradients, steps=3, microbatches=1, reordered="uses on two stages"),
-    Case("new_lengths", Deep, plain, lengths, {f"blocks.{i}": i // 4 for i in range(8)}, dummies=dummy_lengths, steps=8, microbatches=8, timeout_s=20),
-    Case("new_lengths_4", Deep, plain, lengths, {f"blocks.{i}": i // 2 for i in range(8)}, dummies=dummy_lengths, steps=8, microbatches=8, pp=4, timeout_s=20),
-    Case("new_lengths_virtual", Deep, plain, lengths, {f"blocks.{i}": i // 2 % 2 for i in range(8)}, dummies=dummy_lengths, steps=8, microbatches=4, timeout_s=20),
+    Case(
+        "input_requires_grad",
+        Net,
+        input_gradient,
+        wants_grad,
+        PLACE,
+        before_step=see_gradients,
+        steps=3,
+        microbatches=1,
+        reordered="uses on two stages",
+    ),
+    Case(
+        "new_lengths",
+        Deep,
+        plain,
+        lengths,
+        {f"blocks.{i}": i // 4 for i in range(8)},
+        dummies=dummy_lengths,
+        steps=8,
+        microbatches=8,
+        timeout_s=20,
+    ),
+    Case(
+        "new_lengths_4",
+        Deep,
+        plain,
+        lengths,
+        {f"blocks.{i}": i // 2 for i in range(8)},
+        dummies=dummy_lengths,
+        steps=8,
+        microbatches=8,
+        pp=4,
+        timeout_s=20,
+    ),
+    Case(
+        "new_lengths_virtual",
+        Deep,
+        plain,
+        lengths,
+        {f"blocks.{i}": i // 2 % 2 for i in range(8)},
+        dummies=dummy_lengths,
+        steps=8,
+        microbatches=4,
+        timeout_s=20,
+    ),
     Case("outputs", Net, outputs_of_all_kinds, one, PLACE, dummies=dummy),
     Case("number_only", Net, number_only, one, PLACE, dummies=dummy),
     Case("ff03_forward_only", Net, forward_only, nine, PLACE, grad=False, before_step=to_eval, steps=3),
     Case("no_grad_inside", Net, no_grad_inside, one, PLACE, dummies=dummy),
     Case("own_objects", Net, own_object, gives_trainer, PLACE, microbatches=1),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> dict[str, list[Verdict]]:
-    found: dict[str, list[Verdict]] = {}
-    for pp in (2, 4):
-        pool: RankPool = request.getfixturevalue(f"pool{pp}")
-        found |= step_cases.run_cases(pool, [case for case in CASES if case.pp == pp])
-    return found
+    return step_cases.run_on_pools(request, CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -307,13 +350,35 @@ def wrong_batch_then_good_one() -> list[Any]:
             seen.append(step(model, good).stack())
             seen.append({n: p.grad.clone() for n, p in model.local_named_parameters() if p.grad is not None})
             continue
-        try:
+        with pytest.raises(ShapeError) as raised:
             step(model, vectors(0) if smp.pp_rank() == 0 else torch.zeros(8, 0))
-        except ValueError as error:
-            assert isinstance(error, ShapeError)
-            seen.append(str(error))
+        assert isinstance(raised.value, ValueError)
+        seen.append(str(raised.value))
     unpicklable(model, step)
     return seen
+
+
+def steps_in_a_class() -> Any:
+    """The step function as an attribute of a class, called through an instance."""
+    import shardwright.torch as smp
+
+    torch.manual_seed(0)
+    net = Net()
+    smp.set_partition(net.last, 1)
+    model = smp.DistributedModel(net)
+    Trainer.train_step = smp.step(plain)
+    assert Trainer.train_step.__name__ == "plain"
+    assert Trainer.train_step.__wrapped__ is plain
+    return Trainer().train_step(model, vectors(1)).stack()
+
+
+def test_step_in_a_class(pool2: RankPool) -> None:
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False}
+    torch.manual_seed(0)
+    net = Net()
+    expected = torch.stack([net(part).square().mean().detach() for part in vectors(1).chunk(2)])
+    for losses in pool2.run(steps_in_a_class, config=config, timeout_s=60):
+        assert torch.equal(losses, expected)
 
 
 def unpicklable(model: Any, step: Any) -> None:

@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 import torch.utils.checkpoint
-from harness import RankPool
 from torch import Tensor, nn
 
 import step_cases
+from harness import RankPool
 from step_cases import Case, Verdict
 
 WIDTH = 8
@@ -142,7 +142,9 @@ class Dropped(nn.Module):
         drawn = []
         for index, block in enumerate(self.blocks):
             kind = index % 3
-            chance = float(torch.rand(())) if kind == 0 else random.random() if kind == 1 else float(numpy.random.rand())
+            chance = (
+                float(torch.rand(())) if kind == 0 else random.random() if kind == 1 else float(numpy.random.rand())
+            )
             drawn.append(chance)
             if chance < 0.5:
                 h = h + block(h)
@@ -209,19 +211,28 @@ def random_runs(microbatches: int) -> dict[str, Any]:
 CASES = [
     Case("checkpoint", lambda: Checkpointed(False), train, one_tensor, BLOCKS, steps=3),
     Case("checkpoint_reentrant", lambda: Checkpointed(True), train, one_tensor, BLOCKS, steps=3),
-    Case("checkpoint_pairs", lambda: CheckpointedPairs(False), train, one_tensor, BLOCKS, reordered="uses on two stages"),
-    Case("checkpoint_pairs_reentrant", lambda: CheckpointedPairs(True), train, one_tensor, BLOCKS, reordered="uses on two stages"),
+    Case(
+        "checkpoint_pairs", lambda: CheckpointedPairs(False), train, one_tensor, BLOCKS, reordered="uses on two stages"
+    ),
+    Case(
+        "checkpoint_pairs_reentrant",
+        lambda: CheckpointedPairs(True),
+        train,
+        one_tensor,
+        BLOCKS,
+        reordered="uses on two stages",
+    ),
     Case("autocast_bfloat16", lambda: Checkpointed(False), autocast_bfloat16, one_tensor, BLOCKS),
     Case("autocast_float16", Pure, autocast_float16, one_tensor, {"second": 1}),
     Case("autocast_pure", Pure, autocast_float16, one_tensor, {"second": 1}, microbatches=4),
     Case("autocast_off_inside", Pure, autocast_off_inside, one_tensor, {"second": 1}, reordered="two calls"),
     Case("inference_mode", Pure, inference, one_tensor, {"second": 1}, grad=False),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
-def verdicts(pool2: RankPool) -> dict[str, list[Verdict]]:
-    return step_cases.run_cases(pool2, CASES)
+def verdicts(request: pytest.FixtureRequest) -> dict[str, list[Verdict]]:
+    return step_cases.run_on_pools(request, CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

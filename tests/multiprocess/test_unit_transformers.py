@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import models
@@ -114,13 +113,21 @@ CASES = [
     Case("gpt2_recompute_reentrant", gpt2, plain, ids, GPT2, prepare=recompute(True, True)),
     Case("llama_recompute", llama, plain, ids, LLAMA, prepare=recompute(False, True)),
     Case("llama_recompute_reentrant", llama, plain, ids, LLAMA, prepare=recompute(True, True)),
-    Case("gpt2_eval", lambda: gpt2(use_cache=True), lambda model, x: model(input_ids=x).logits, ids, GPT2, grad=False, before_step=evaluate),
-]  # fmt: skip
+    Case(
+        "gpt2_eval",
+        lambda: gpt2(use_cache=True),
+        lambda model, x: model(input_ids=x).logits,
+        ids,
+        GPT2,
+        grad=False,
+        before_step=evaluate,
+    ),
+]
 
 
 @pytest.fixture(scope="module")
-def verdicts(pool2: RankPool) -> dict[str, list[Verdict]]:
-    return step_cases.run_cases(pool2, CASES, timeout_s=180)
+def verdicts(request: pytest.FixtureRequest) -> dict[str, list[Verdict]]:
+    return step_cases.run_on_pools(request, CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

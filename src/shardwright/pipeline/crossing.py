@@ -66,16 +66,19 @@ class Crossing:
         self.seen: dict[Place, Any] = {}
         if len(walker.cells) > _MANY_PARTS:
             once(
-                _log, logging.WARNING, "the arguments of module '%s' hold thousands of objects, which are looked through"
-                " at every call; pass the module what it needs", unit.name,
-            )  # fmt: skip
+                _log,
+                logging.WARNING,
+                "the arguments of module '%s' hold thousands of objects, which are looked through at every call; pass"
+                " the module what it needs",
+                unit.name,
+            )
 
     @property
     def is_needed(self) -> bool:
         return bool(self.operands or self.unit.has_state or self.walker.cells)
 
     def run(self, native: Callable[..., Any]) -> Any:
-        """Run the call on its owner; elsewhere find or hear what comes out. Returns the call's result, on every rank."""
+        """Run the call on its owner; elsewhere find or hear what comes out. Returns its result, on every rank."""
         frame, unit = self.frame, self.unit
         key = self._key()
         known = None if unit.dynamic else unit.cache.known(key, frame)
@@ -181,7 +184,8 @@ class Crossing:
         for thing, old in own:
             if changed(old, contents_of(thing)):
                 raise UnsupportedOperationError(
-                    f"module '{self.unit.name}' changed an object of type {type_name(thing)} that each rank has for itself",
+                    f"module '{self.unit.name}' changed an object of type {type_name(thing)} that each rank has for"
+                    " itself",
                     where=self.frame.where(self.unit.name),
                     remedy="return what it found out, or put it into a list or dict made in the step function",
                 )
@@ -369,9 +373,10 @@ def _view_of(tensor: torch.Tensor, others: list[torch.Tensor]) -> View | None:
     """Whose memory `tensor` shares: the first of `others`."""
     storage = tensor.untyped_storage()._cdata
     for number, other in enumerate(others):
-        if type(other) is not PlacedTensor and other.layout == torch.strided:
-            if other.untyped_storage()._cdata == storage:
-                return View(number, tensor.storage_offset() - other.storage_offset())
+        if type(other) is PlacedTensor or other.layout != torch.strided:
+            continue
+        if other.untyped_storage()._cdata == storage:
+            return View(number, int(tensor.storage_offset()) - int(other.storage_offset()))
     return None
 
 
@@ -391,7 +396,8 @@ def _link(tensor: PlacedTensor, base: Any, view: View, name: str) -> None:
                 )
             return real.as_strided(size, stride, real.storage_offset() + view.offset)
 
-        aliasing.link_view(tensor, base, make, ("as_strided", size, stride, expected, view.offset), torch.is_grad_enabled())
+        key = ("as_strided", size, stride, expected, view.offset)
+        aliasing.link_view(tensor, base, make, key, torch.is_grad_enabled())
         return
     tensor._untracked = f"module '{name}' returned memory that others use"
     if type(base) is PlacedTensor:

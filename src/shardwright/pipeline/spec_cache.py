@@ -40,8 +40,8 @@ class UnitOutcome:
     root: a tuple of the result and of what the call left in attributes of its modules, at the places `kept`.
     contents: of all cells after the call; the first `num_cells` were arguments.
     changed: cells among the arguments that the call changed.
-    specs, views, depends: per new tensor; `views` says whose memory it shares, None for memory of its own, `depends` which
-        operands its gradient reaches.
+    specs, views, depends: per new tensor; `views` says whose memory it shares (None: its own), `depends` which operands
+        its gradient reaches.
     mutated: (argument tensor, new tensor) where the call changed an argument's values in place.
     unused: argument tensors that came along in an object and were not looked at.
     opaques: (number, pickled) of values that have no description but can be told.
@@ -146,9 +146,9 @@ def tells_data(root: Node, before: tuple[Node, ...], after: tuple[Node, ...]) ->
         parts = [*(children if kind == "dict" else enumerate(children)), *extra]
         known = dict([*(old[2] if kind == "dict" else enumerate(old[2])), *old[3]])
         for name, node in parts:
-            if kind == "set" or known.get(name) != node:
-                if any(_may_be_data(n) for n in nodes_of(node, ())):
-                    return True
+            is_news = kind == "set" or known.get(name) != node
+            if is_news and any(_may_be_data(n) for n in nodes_of(node, ())):
+                return True
             if kind == "dict" and name not in known and name[0] == "const" and name[1] is not str:
                 return True
     return False

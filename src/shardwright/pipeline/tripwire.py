@@ -1,8 +1,8 @@
 """Which tensors inside an object a unit looks at.
 
-A key-value cache holds the tensors of all layers; a block needs its own. In the first call of a kind every tensor of the
-cache is brought to the block's rank, those that come from elsewhere behind a tripwire; calls after it bring only those
-that were touched. One that is touched later nevertheless is an error by name, never a wrong value.
+A key-value cache holds the tensors of all layers; a block needs its own. In the first call of a kind every tensor of
+the cache is brought to the block's rank, those that come from elsewhere behind a tripwire; calls after it bring only
+those that were touched. One that is touched later nevertheless is an error by name, never a wrong value.
 """
 
 from __future__ import annotations

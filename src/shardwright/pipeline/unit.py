@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -114,18 +114,26 @@ class Unit:
         if frame is None:
             self._demand_owner()
             return self._call(*args, **kwargs)
-        root_is_hooked = _has_global_hooks()
+        hooked = self._hooked()
+        if hooked is None:
+            return call_unit(frame, self, self._call, args, kwargs)
+        return self._run_as_glue(args, kwargs) if hooked == "inside" else self._run_with_hooks(args, kwargs)
+
+    def _hooked(self) -> Literal["root", "inside"] | None:
+        """Where Python code looks into this unit, if it does."""
+        everywhere = _has_global_hooks()
+        if everywhere and len(self._states) > 1:
+            return "inside"
+        root_is_hooked = everywhere
         for number, state in enumerate(self._states):
-            if "forward" in state or state["_forward_hooks"] or state["_forward_pre_hooks"]:
-                if _is_hooked(state):
-                    if number > 0:
-                        return self._run_as_glue(args, kwargs)
-                    root_is_hooked = True
-        if root_is_hooked:
-            if len(self._states) > 1 and _has_global_hooks():
-                return self._run_as_glue(args, kwargs)
-            return self._run_with_hooks(args, kwargs)
-        return call_unit(frame, self, self._call, args, kwargs)
+            # The common case first: this runs for every module of the unit at every call.
+            if not ("forward" in state or state["_forward_hooks"] or state["_forward_pre_hooks"]):
+                continue
+            if _is_hooked(state):
+                if number > 0:
+                    return "inside"
+                root_is_hooked = True
+        return "root" if root_is_hooked else None
 
     def _demand_owner(self) -> None:
         if self.has_state and self.runtime.rank != self.owner:

@@ -41,7 +41,8 @@ _CONSTANTS = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 _PLAIN = frozenset({bool, int, str, bytes})
-_REFERENCES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial)
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+_REFERENCES = (*_NAMED, types.MethodType, types.ModuleType, functools.partial)
 _ALWAYS_OPAQUE = (torch.nn.Module, torch.Generator, torch.optim.Optimizer, torch.utils.data.DataLoader)
 _VALUE_MODULES = frozenset({"numpy", "datetime", "decimal", "fractions", "pathlib", "uuid"})
 _NONE = ("none",)
@@ -143,11 +144,11 @@ class Walker:
             self.contents[number] = self._read(self.cells[number])
 
     def _is_opaque(self, value: Any) -> bool:
-        if isinstance(value, _REFERENCES) or isinstance(value, _ALWAYS_OPAQUE):
+        if isinstance(value, (*_REFERENCES, *_ALWAYS_OPAQUE)):
             return True
         if self._leave_alone is not None and self._leave_alone(value):
             return True
-        return not (isinstance(value, (list, dict, set)) or _has_state(type(value)))
+        return not (isinstance(value, (list, dict, set)) or _has_state(type(value)))  # type: ignore[arg-type]
 
     def _opaque_number(self, value: Any) -> int:
         number = self._opaque_numbers.get(id(value))
@@ -191,7 +192,10 @@ def skeleton_of(value: Any) -> tuple[Skeleton, list[torch.Tensor]]:
 
 
 def build(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
-    """Make a new value of this skeleton around `tensors`; inverse of `skeleton_of`. Raises TypeError if it is opaque."""
+    """Make a new value of this skeleton around `tensors`; inverse of `skeleton_of`.
+
+    Raises: TypeError if it is opaque.
+    """
     return Builder(tensors, [], skeleton.cells).value(skeleton.root)
 
 
@@ -290,7 +294,7 @@ def is_data(value: Any) -> bool:
 
 def pickled(value: Any) -> bytes | None:
     """An opaque value as bytes, if it is plain data or can be found by its name on other ranks; else None."""
-    if not is_data(value) and not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+    if not is_data(value) and not isinstance(value, _NAMED):
         return None
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
@@ -317,12 +321,12 @@ def nodes_of(root: Node, cells: Iterable[Node]) -> Iterable[Node]:
 def type_name(value: Any) -> str:
     """The type of an opaque object in words; for functions and classes also which one."""
     cls = type(value)
-    name = getattr(value, "__qualname__", "") if isinstance(value, _REFERENCES[:3]) else ""
+    name = getattr(value, "__qualname__", "") if isinstance(value, _NAMED) else ""
     return f"{cls.__module__}.{cls.__qualname__}" + (f" {name}" if name else "")
 
 
 @functools.lru_cache(maxsize=4096)
-def _has_state(cls: type) -> bool:
+def _has_state(cls: Any) -> bool:
     """Is the state of an instance all in its attributes?"""
     if cls.__reduce__ is types.SimpleNamespace.__reduce__:
         return True
@@ -335,7 +339,7 @@ def _has_state(cls: type) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
+def _slots(cls: Any) -> tuple[tuple[str, Any], ...]:
     """(name, descriptor) of all slots of a class."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
@@ -355,7 +359,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     if getattr(cls, "__dictoffset__", 0):
         found += object.__getattribute__(value, "__dict__").items()
-    for name, member in _slots(cls):
+    for name, member in _slots(cls):  # type: ignore[arg-type]
         try:
             found.append((name, member.__get__(value)))
         except AttributeError:
@@ -368,7 +372,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 def _set_attributes(target: Any, attributes: dict[str, Any]) -> None:
     if isinstance(target, collections.defaultdict):
         target.default_factory = attributes.pop("default_factory")
-    for name, member in _slots(type(target)):
+    for name, member in _slots(type(target)):  # type: ignore[arg-type]
         item = attributes.pop(name, _ABSENT)
         if item is not _ABSENT:
             member.__set__(target, item)

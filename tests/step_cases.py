@@ -109,8 +109,6 @@ def _run_named(module: str, names: Sequence[str]) -> dict[str, Verdict]:
 
 
 def _run_one(case: Case, number: int) -> Verdict:
-    from shardwright.engine.state import state
-    from shardwright.pipeline import step as steps
     from shardwright.topology import context, failure
 
     config = {
@@ -135,8 +133,6 @@ def _run_one(case: Case, number: int) -> Verdict:
             failure.board().report(error)
     finally:
         context.shutdown(linger=not verdict.error)
-        state.model = state.optimizer = None
-        steps.set_driver(None)
         os.environ["SHARDWRIGHT_INIT_METHOD"] = before
     verdict.seconds = time.monotonic() - start
     return verdict

@@ -599,7 +599,7 @@ CASES = [
     Case("statistic_serial", lambda: CountsAtEnd(False), train, one_tensor, {"second": 1}, steps=3, microbatches=4, config={"active_microbatches": 1}),
     Case("statistic_serial_in_place", lambda: CountsAtEnd(True), train, one_tensor, {"second": 1}, steps=3, microbatches=4, config={"active_microbatches": 1}),
     Case("statistic_mixed", lambda: CountsAtEnd(False), train, one_tensor, {"second": 1}, steps=3, microbatches=4, error="'total' is changed by microbatch 0 after microbatch"),
-    Case("changed_arguments_mixed", GivesAway, train, one_tensor, {"inner": 1}, error="'count' is changed by microbatch 0 after microbatch 1 has used it"),
+    Case("changed_arguments_mixed", GivesAway, train, one_tensor, {"inner": 1}, timeout_s=6),
     Case("freeze_and_thaw", lambda: Chain(Block(), Block()), train, one_tensor, stages(0, 1), before_step=freeze_and_thaw, steps=5),
     Case("eval_inside", lambda: Chain(BlockWithDropout(), BlockWithDropout()), train, one_tensor, stages(0, 1), before_step=eval_inside, steps=4),
     Case("eval_drop", DropOnly, train, one_tensor, {"inner": 1}, before_step=eval_drop, steps=4),

@@ -167,14 +167,12 @@ def train_dropped(model: Any, x: Tensor) -> Any:
 def random_runs(microbatches: int) -> dict[str, Any]:
     """On each rank: the same seeds twice, then the second half again from a saved random state."""
     import shardwright.torch as smp
-    from shardwright.engine.state import state
 
     def build() -> Any:
         torch.manual_seed(0)
         net = Dropped()
         for i in range(6):
             smp.set_partition(net.blocks[i], i % 2)
-        state.model = None
         return smp.DistributedModel(net)
 
     step = smp.step(train_dropped)

@@ -148,9 +148,10 @@ def reshape(frame: Frame, label: str, step: Callable[[Any], Any], target: Placed
         view._parent_version += base._version_count - target._version_count
         _add_view(base, view)
     target._views = None
-    fresh = apply(frame, label, lambda xs: step(xs[0]), [base], ("reshape", key), key is not None)
+    with torch.enable_grad():  # it is still the same tensor
+        fresh = apply(frame, label, lambda xs: step(xs[0]), [base], ("reshape", key), key is not None)
     target._value = fresh._value
-    link_view(target, base, step, key, torch.is_grad_enabled())
+    link_view(target, base, step, key, tracked=True)
 
 
 def become(target: PlacedTensor, fresh: PlacedTensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline import messages, shared
-from shardwright.pipeline.placed import PlacedTensor, Value, native
+from shardwright.pipeline.placed import PlacedTensor, Value, glue_off, native
 from shardwright.pipeline.schedule import Event, strays
 from shardwright.pipeline.spec import Spec, carries_grad, contiguous_stride, for_wire, spec_of, wire_stride
 from shardwright.pipeline.streams import Streams, torch_forked
@@ -206,16 +206,16 @@ class Frame:
         self.tape.record(Entry("leaf", leaf.holder, (), (leaf.id,), ((),), sink=lambda gradient: None), [leaf])
         return PlacedTensor.of(leaf)
 
+    def detached(self, value: Value) -> PlacedTensor:
+        """The same value, not requiring grad from here on."""
+        spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, False)
+        cut = self.new_value(spec, value.holder, value.tensor)
+        cut.copies = set(value.copies)
+        return PlacedTensor.of(cut)
+
     def adopt_foreign(self, placed: PlacedTensor) -> Value:
         """A value of another microbatch that Python kept: usable as a constant."""
         old = placed._value
-        if old.frame.step == self.step and old.frame.index > self.index:
-            raise UnsupportedOperationError(
-                f"a tensor of microbatch {old.frame.index} is used in microbatch {self.index}, which comes before it:"
-                " microbatches are in flight together, and share every object outside the step function",
-                where=self.where("glue"),
-                remedy="keep tensors in local variables, arguments or attributes of modules, not in globals",
-            )
         if old.spec.requires_grad:
             raise UnsupportedOperationError(
                 f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch {self.index}",
@@ -236,14 +236,14 @@ class Frame:
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run real code on this rank on detached leaves and on derived random streams; (result, leaves)."""
         leaves = []
-        for value in inputs:
-            assert value.tensor is not None
-            leaf = value.tensor.detach()
-            if value.spec.requires_grad:
-                leaf.requires_grad_(True)
-            leaves.append(leaf)
         seed = rng.derive_seed(self.seed, len(self.calls))
         with native(), context.own_view(), (streams or torch_forked)(seed):
+            for value in inputs:
+                assert value.tensor is not None
+                leaf = value.tensor.detach()
+                if value.spec.requires_grad:
+                    leaf.requires_grad_(True)
+                leaves.append(leaf)
             result = run(leaves)
         return result, leaves
 
@@ -259,10 +259,9 @@ class Frame:
         unit: Unit | None = None,
     ) -> list[Value]:
         """Enter a call that was made: its result values, and its entry if a gradient can flow through it."""
-        values = []
-        for i, spec in enumerate(outputs):
-            tensor = None if results is None else results[i].detach()
-            values.append(self.new_value(spec, owner, tensor))
+        with glue_off():
+            kept = [None] * len(outputs) if results is None else [t.detach() for t in results]
+        values = [self.new_value(spec, owner, tensor) for spec, tensor in zip(outputs, kept, strict=True)]
         self.calls.append(Call(label, owner, tuple(outputs)))
         self.note(Event("call", owner, cost=self.runtime.cost.get(label, 0.0)))
         if any(spec.requires_grad for spec in outputs):
@@ -276,10 +275,11 @@ class Frame:
                 tuple(tuple(place[p] for p in d if p in place) for d in depends),
             )
             if results is not None and leaves is not None:
-                if unit is not None:
-                    self._share(entry, unit)
-                entry.leaves = [leaves[p] for p in positions]
-                entry.roots = [_root(t) for t in results]
+                with glue_off():
+                    if unit is not None:
+                        self._share(entry, unit)
+                    entry.leaves = [leaves[p] for p in positions]
+                    entry.roots = [_root(t) for t in results]
             self.tape.record(entry, values)
         return values
 
@@ -287,11 +287,10 @@ class Frame:
         """Mark the parameters that this call has in common with other calls of the microbatch."""
         earlier = self._unit_entries.setdefault(unit.name, [])
         earlier.append(entry)
-        if len(earlier) > 1:
-            for one in earlier:
-                one.shared = unit.trainable
-        else:
+        if len(earlier) == 1:
             entry.shared = unit.tied
+        else:
+            earlier[0].shared = entry.shared = unit.trainable
 
     # ------------------------------------------------------------------ backward
 

@@ -29,11 +29,11 @@ _depth = 0
 _apply: Any = Function.__dict__["apply"]
 _plain_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _plain_backward: Callable[..., Any] = torch.autograd.backward
+_plain_setattr: Any = nn.Module.__setattr__
 _plain_compile: Callable[..., Any] = torch.compile
 _plain_callback: Callable[..., Any] | None = None
 _plain_script: Callable[..., Any] = torch._C.ScriptFunction.__call__
 _as_functions: dict[Any, Callable[..., Any]] = {}
-_plain_setattr: Any = nn.Module.__setattr__
 
 
 @contextmanager
@@ -46,10 +46,10 @@ def installed() -> Iterator[None]:
             Function.apply = classmethod(_apply_in_glue)  # type: ignore[method-assign, assignment]
             torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue
             torch.autograd.backward = _backward_in_glue
+            nn.Module.__setattr__ = _setattr_in_glue  # type: ignore[method-assign, assignment]
             torch.compile = _compile_in_step
             torch._C.ScriptFunction.__call__ = _script_in_glue
             _watch_compiled()
-            nn.Module.__setattr__ = _setattr_in_glue  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -59,10 +59,10 @@ def installed() -> Iterator[None]:
                 Function.apply = _apply  # type: ignore[method-assign]
                 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _plain_generator
                 torch.autograd.backward = _plain_backward
+                nn.Module.__setattr__ = _plain_setattr  # type: ignore[method-assign]
                 torch.compile = _plain_compile
                 torch._C.ScriptFunction.__call__ = _plain_script
                 _unwatch_compiled()
-                nn.Module.__setattr__ = _plain_setattr  # type: ignore[method-assign]
 
 
 def _setattr_in_glue(module: nn.Module, name: str, value: Any) -> None:

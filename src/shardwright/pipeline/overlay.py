@@ -17,15 +17,14 @@ _ABSENT = object()
 
 
 class _Slot:
-    """One attribute: where it is kept, its value before the step, and what microbatches assigned."""
+    """One attribute: its value before the step, and what microbatches assigned."""
 
-    __slots__ = ("before", "by_microbatch", "key", "module", "store")
+    __slots__ = ("before", "by_microbatch", "key", "module")
 
-    def __init__(self, module: nn.Module, key: str, store: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, key: str) -> None:
         self.module = module
         self.key = key
-        self.store = store
-        self.before = store.get(key, _ABSENT)
+        self.before = module.__dict__.get(key, _ABSENT)
         self.by_microbatch: dict[int, Any] = {}
 
     def seen_by(self, microbatch: int) -> Any:
@@ -36,9 +35,9 @@ class _Slot:
 
     def put(self, value: Any) -> None:
         if value is _ABSENT:
-            self.store.pop(self.key, None)
+            self.module.__dict__.pop(self.key, None)
         else:
-            self.store[self.key] = value
+            self.module.__dict__[self.key] = value
 
 
 class Overlay:
@@ -56,11 +55,18 @@ class Overlay:
         if slot is None:
             if module.__dict__.get(key, _ABSENT) is value:
                 return
-            slot = _Slot(module, key, module.__dict__)
+            slot = _Slot(module, key)
         setter(module, key, value)
-        if slot.store.get(key, _ABSENT) is value:  # not a parameter, a module or a property
+        if module.__dict__.get(key, _ABSENT) is value:  # not a parameter, buffer, module or property
             self._slots[(id(module), key)] = slot
             slot.by_microbatch[microbatch] = value
+
+    def newest(self, microbatch: int, value: Any) -> Any:
+        """What this microbatch should see where `value` was found: an earlier one may have assigned anew since."""
+        for slot in self._slots.values():
+            if slot.before is value or any(value is made for made in slot.by_microbatch.values()):
+                return slot.seen_by(microbatch)
+        return value
 
     def show(self, microbatch: int) -> None:
         """This microbatch runs now: let modules have the attributes that it should see."""

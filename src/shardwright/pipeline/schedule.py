@@ -29,11 +29,12 @@ class Event(NamedTuple):
     """One step of a microbatch's program that involves ranks.
 
     kind "call": `rank` computes, at `cost`.   "move": `rank` sends to `to`.   "tell": `rank` sends to all
-    others. "gate": forward ends and backward begins, on every rank; once per microbatch at most.
+    others. "gate": forward ends and backward begins, on every rank; once per microbatch at most. "turn": it waits
+    for earlier microbatches (see `shared`); such a program is not planned, for only the cautious order lets them go first.
     once: a tell that the next step won't need, for it is about something new.
     """
 
-    kind: Literal["call", "move", "tell", "gate"]
+    kind: Literal["call", "move", "tell", "gate", "turn"]
     rank: int = 0
     to: int = 0
     cost: float = 0.0

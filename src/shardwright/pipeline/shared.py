@@ -36,6 +36,10 @@ class SharedUses:
         through = self._ended if index in self._past_forward else self._ended | self._past_forward
         return through.issuperset(range(index))
 
+    def is_last(self, frame: Frame, thing: Any) -> bool:
+        """Has this microbatch used `thing` before, and no one since?"""
+        return self._last.get(id(thing), (-1, None))[0] == frame.index
+
     def note(self, frame: Frame, thing: Any) -> None:
         """Remember that a microbatch uses `thing`. Raises if a later one did already."""
         last, _ = self._last.get(id(thing), (-1, None))

@@ -256,7 +256,12 @@ MODELS: dict[str, ModelSpec] = {
         classification_loss,
         reordered="a block used twice",
     ),
-    "branching": ModelSpec(lambda _: plain_modules.BranchingMlp(), vector_batch, classification_loss),
+    "branching": ModelSpec(
+        lambda _: plain_modules.BranchingMlp(),
+        vector_batch,
+        classification_loss,
+        reordered="a microbatch that takes another branch than expected takes its turns last",
+    ),
     "root_parameters": ModelSpec(
         lambda _: plain_modules.RootParameters(), vector_sequence_batch, classification_loss
     ),

@@ -10,9 +10,7 @@ from shardwright.engine.state import state
 from shardwright.errors import UsageError
 
 
-def clip_grad_norm(
-    max_norm: float, norm_type: float = 2.0, *, model: DistributedModel | None = None
-) -> torch.Tensor:
+def clip_grad_norm(max_norm: float, norm_type: float = 2.0, *, model: DistributedModel | None = None) -> torch.Tensor:
     """Clip all gradients of the wrapped model by their global norm; returns the norm before clipping.
 
     Called by: every rank, between the step call and optimizer.step(). Collectives: one all-reduce over

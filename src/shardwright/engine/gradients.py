@@ -35,7 +35,7 @@ class Gradients:
         self._bucket_cap_mb = bucket_cap_mb
         self._as_view = as_view
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
-        self._changed_late: set[nn.Parameter] = set()
+        self._reduced_early: set[int] = set()
         self._comm_hook: tuple[object, CommHook] | None = None
         self._num_passes = 0
         self._in_step = False
@@ -53,12 +53,12 @@ class Gradients:
     def attach(
         self, parameters: Sequence[tuple[str, nn.Parameter]], changed_late: Collection[nn.Parameter] = ()
     ) -> None:
-        """Watch this rank's parameters from now on.
+        """Watch the parameters that this rank updates from now on.
 
-        changed_late: those to whose gradients something is added after backward.
+        changed_late: those of them to whose gradients something is added after backward.
         """
         self._parameters = list(parameters)
-        self._changed_late = set(changed_late)
+        self._reduced_early = {id(p) for _, p in parameters} - {id(p) for p in changed_late}
         self._make_reducer()
 
     def register_comm_hook(self, hook_state: object, hook: CommHook) -> None:
@@ -130,7 +130,7 @@ class Gradients:
         if not self._in_step and not self._in_plain_backward:
             self._plain_backward_begins()
         self.has_gradients = True
-        if self._num_passes + 1 < self._passes_per_step or parameter in self._changed_late:
+        if self._num_passes + 1 < self._passes_per_step or id(parameter) not in self._reduced_early:
             return
         count = self._arrived.get(parameter, 0) + 1
         self._arrived[parameter] = count

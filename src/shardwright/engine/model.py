@@ -208,7 +208,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             part.plan = PartitionPlan.from_json(objects.broadcast_object(text, "world"))
         part.remember_names()
         table = placement.place(part.module, part.plan, pipeline.runtime)
-        if part.plan.replicas:
+        if any(len(entry.stages) > 1 for entry in table):
             self._duties.ties = ReplicatedTies(table)
         if rank_zero():
             _log.info("Partition assignments:\n%s", part.plan.explain(config.microbatches))
@@ -240,10 +240,11 @@ class DistributedModel(PartAccessors, ModuleManners):
         callback()
         self.refresh_copies()
 
-    def refresh_copies(self) -> None:
-        """Send replicated parameters from their owners. Called by: every rank of the pipeline group."""
-        if self._duties.ties is not None:
-            self._duties.ties.send_weights()
+    def refresh_copies(self, *, buffers: bool = True) -> None:
+        """Send what several stages hold from its owners. Called by: every rank of the pipeline group."""
+        ties = self._duties.ties
+        if ties is not None:
+            ties.send_all() if buffers else ties.send_weights()
 
     def is_copy(self, parameter: torch.Tensor) -> bool:
         """Is it a replicated parameter that another stage owns, which updates and counts it?"""

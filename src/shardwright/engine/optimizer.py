@@ -94,9 +94,7 @@ def _check_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) ->
         keep = [all(p is not q for q in params[:i]) for i, p in enumerate(params)] if _repeats(params) else []
         if keep:
             optimizer_state.filter_group(group, keep)
-            _log.info(
-                "parameter group %d lists %d parameters twice; each counts once", number, keep.count(False)
-            )
+            _log.info("parameter group %d lists %d parameters twice; each counts once", number, keep.count(False))
 
 
 def _repeats(params: Sequence[Any]) -> bool:
@@ -140,9 +138,7 @@ class WrappedOptimizer:
     def _note_local_names(self) -> None:
         self._sw_local_names = [[self._sw_names[id(p)] for p in g["params"]] for g in self.param_groups]
         state.param_index_to_name_tp_group = [dict(enumerate(_flat(self._sw_local_names)))]
-        state.param_name_to_index_tp_group = [
-            {n: i for i, n in state.param_index_to_name_tp_group[0].items()}
-        ]
+        state.param_name_to_index_tp_group = [{n: i for i, n in state.param_index_to_name_tp_group[0].items()}]
 
     # ------------------------------------------------------------------ training
 
@@ -154,7 +150,7 @@ class WrappedOptimizer:
                 remedy="call it after the step function returns",
             )
         result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
-        self._sw_model.refresh_copies()
+        self._sw_model.refresh_copies(buffers=False)
         return result
 
     # torch wraps the step of every class once, to run hooks; the inner step is wrapped already.

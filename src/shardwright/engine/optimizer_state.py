@@ -56,9 +56,7 @@ def by_name(content: Mapping[str, Any], index_of: Mapping[str, int]) -> dict[str
     return {name: state[index] for name, index in index_of.items() if index in state}
 
 
-def joined(
-    states: Iterable[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], names: GroupNames
-) -> StateDict:
+def joined(states: Iterable[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], names: GroupNames) -> StateDict:
     """One dict of the whole model from the named states of all stages.
 
     groups: of any stage, for their options.   names: per group, all its parameters in the unpartitioned
@@ -96,9 +94,7 @@ def narrowed(content: Mapping[str, Any], full_names: GroupNames, names: GroupNam
     for group, members in zip(content["param_groups"], names, strict=True):
         indices = list(range(index, index + len(members)))
         index += len(members)
-        local["state"].update(
-            {i: state_of[n] for i, n in zip(indices, members, strict=True) if n in state_of}
-        )
+        local["state"].update({i: state_of[n] for i, n in zip(indices, members, strict=True) if n in state_of})
         local["param_groups"].append({**_options(group), "params": indices})
     return local
 

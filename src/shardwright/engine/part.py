@@ -115,6 +115,13 @@ class Part:
                 del content[name]
         return content
 
+    def here(self) -> dict[str, Any]:
+        """The part of the plain state dict that is on this rank: `held_state`, and copies of others'."""
+        held = self.held_state()
+        local = {id(t) for _, t in (*self.parameters(), *self.buffers())}
+        content = self.module.state_dict(keep_vars=True)
+        return {name: value for name, value in content.items() if name in held or id(value) in local}
+
     def held_extras(self) -> dict[str, Any]:
         """The extra states of this rank's modules, by their keys in the state dict."""
         return {n: v for n, v in self.held_state().items() if not isinstance(v, torch.Tensor)}

@@ -68,9 +68,7 @@ def placed_tensors(model: nn.Module, plan: PartitionPlan) -> Iterator[Placed]:
                 holders = stages[id(tensor)]
                 owner = copies[name].owner if name in copies else holders[0]
                 persistent = not is_buffer or key not in module._non_persistent_buffers_set
-                yield Placed(
-                    name, tensor, (module, key), owner, tuple(dict.fromkeys(holders)), is_buffer, persistent
-                )
+                yield Placed(name, tensor, (module, key), owner, tuple(dict.fromkeys(holders)), is_buffer, persistent)
 
 
 def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Placed]:

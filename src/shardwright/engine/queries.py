@@ -24,9 +24,7 @@ def get_partition(module: nn.Module) -> int:
     """
     model = state.model
     if model is None or not model.partitioned:
-        raise UsageError(
-            "get_partition() before the model is partitioned", remedy="call it after the first step"
-        )
+        raise UsageError("get_partition() before the model is partitioned", remedy="call it after the first step")
     plan = model._part.plan
     for name, found in model.get_module().named_modules():
         if found is module:

@@ -129,9 +129,7 @@ class StepDuties:
         if self._broadcast_buffers:
             self._gradients.sync_buffers(self._part.buffers(), source)
 
-    def join(
-        self, *, divide_by_initial_world_size: bool, enable: bool, throw_on_early_termination: bool
-    ) -> Join:
+    def join(self, *, divide_by_initial_world_size: bool, enable: bool, throw_on_early_termination: bool) -> Join:
         """Begin a training loop in which replicas may run out of batches at different times."""
         self._join = Join(
             reducers=self._gradients.reducers,
@@ -144,9 +142,7 @@ class StepDuties:
         return self._join
 
     def _shadow_step(self, source: int) -> None:
-        self._part.demand_settled(
-            "the first step of others can't be joined by a replica that has no batch at all"
-        )
+        self._part.demand_settled("the first step of others can't be joined by a replica that has no batch at all")
         self._sync_buffers(source)
 
     def _final_sync(self, source: int) -> None:

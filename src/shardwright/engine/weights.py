@@ -80,7 +80,7 @@ def load(part: Part, content: StateDict, expected: Collection[str], *, strict: b
     """Copy values into what this rank holds; a model that is whole loads by its own `load_state_dict`.
 
     content: without the mark of partial state dicts; may be changed.   expected: the names it should have.
-    Called by: any rank by itself. Copies of replicated parameters get the value if `content` has it.
+    Called by: any rank by itself. Copies of what another stage owns get the value if `content` has it.
     Returns: expected names that are missing, and those that are not expected.
     Raises: RuntimeError listing them if strict, and tensors of another size in any case.
     """
@@ -89,7 +89,7 @@ def load(part: Part, content: StateDict, expected: Collection[str], *, strict: b
         return keys
     missing = sorted(set(expected) - content.keys())
     unexpected = sorted(content.keys() - set(expected))
-    here = _targets(part)
+    here = part.here()
     sizes = [
         f"size mismatch for {n}: {list(content[n].shape)} in the dict, {list(target.shape)} in the model"
         for n, target in here.items()
@@ -110,14 +110,6 @@ def load(part: Part, content: StateDict, expected: Collection[str], *, strict: b
             else:
                 part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(content[name])
     return Keys(missing, unexpected)
-
-
-def _targets(part: Part) -> StateDict:
-    """What is here by every name it has: the held state, and copies of replicated parameters."""
-    held = part.held_state()
-    here = {id(p) for _, p in part.parameters()}
-    content = part.module.state_dict(keep_vars=True)
-    return {n: v for n, v in content.items() if n in held or id(v) in here}
 
 
 def split_mark(state_dict: Mapping[str, Any]) -> tuple[StateDict, bool]:

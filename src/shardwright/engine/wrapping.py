@@ -44,9 +44,7 @@ def check_can_wrap(module: nn.Module, wrapper: type[nn.Module], wrapped_already:
     if not isinstance(module, nn.Module):
         raise UsageError(f"smp.DistributedModel takes a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, (wrapper, nn.parallel.DistributedDataParallel)):
-        raise UsageError(
-            f"the module is a {type(module).__name__} already", remedy="wrap the plain module, once"
-        )
+        raise UsageError(f"the module is a {type(module).__name__} already", remedy="wrap the plain module, once")
     if wrapped_already is not None:
         raise UsageError("a model is wrapped already; one per process", remedy="train one model per script")
     if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):

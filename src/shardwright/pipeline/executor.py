@@ -181,9 +181,7 @@ class Executor:
             if self._error is None:
                 self._error = error
             if self._running is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._running), ctypes.py_object(_Cancelled)
-                )
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._running), ctypes.py_object(_Cancelled))
 
 
 class _Workers:

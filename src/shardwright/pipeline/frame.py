@@ -78,7 +78,7 @@ class Frame:
         self.rank = runtime.rank
         self.device = runtime.device
         self.seed = rng.derive_seed(seed, index)
-        self.streams = Streams(self.seed)
+        self.streams = Streams(self.seed, runtime.overlay, index)
         self.tape = Tape()
         self.program: list[Event] = []
         self.calls: list[Call] = []
@@ -203,9 +203,7 @@ class Frame:
         spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, True)
         leaf = self.new_value(spec, value.holder, value.tensor)
         leaf.copies = set(value.copies)
-        self.tape.record(
-            Entry("leaf", leaf.holder, (), (leaf.id,), ((),), sink=lambda gradient: None), [leaf]
-        )
+        self.tape.record(Entry("leaf", leaf.holder, (), (leaf.id,), ((),), sink=lambda gradient: None), [leaf])
         return PlacedTensor.of(leaf)
 
     def detached(self, value: Value) -> PlacedTensor:
@@ -220,8 +218,7 @@ class Frame:
         old = placed._value
         if old.spec.requires_grad:
             raise UnsupportedOperationError(
-                f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch"
-                f" {self.index}",
+                f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch {self.index}",
                 where=self.where("glue"),
                 remedy="detach() what is kept from one microbatch to the next",
             )
@@ -405,9 +402,7 @@ class Frame:
             return told
         others = [r for r in range(self.runtime.size) if r != holder]
         for rank in others:
-            self._sent.setdefault(rank, []).extend(
-                messages.send_value(self.runtime.wire, payload, [rank], self.index)
-            )
+            self._sent.setdefault(rank, []).extend(messages.send_value(self.runtime.wire, payload, [rank], self.index))
         return payload
 
     # ------------------------------------------------------------------ words

@@ -141,7 +141,7 @@ def call(frame: Frame, func: Any, name: str, args: tuple[Any, ...], kwargs: dict
         return result
 
     key = (func, keyed.key)
-    return apply(frame, name, run_with, operands, key, keyed.cacheable, values_only=name in glue_rules.VALUE_OPS)
+    return apply(frame, name, run_with, operands, key, keyed.cacheable, values_only=glue_rules.tells_value(func, name))
 
 
 def apply(

@@ -133,6 +133,15 @@ VALUE_OPS = {
     "equal", "allclose", "is_nonzero",
 }  # fmt: skip
 
+# Tensor functions that share their name with a conversion to a Python number.
+_NOT_VALUE_OPS = {Tensor.float, Tensor.int, Tensor.bool, torch.complex}
+
+
+def tells_value(func: Any, name: str) -> bool:
+    """Does Python see a value that comes out of this function?"""
+    return name in VALUE_OPS and func not in _NOT_VALUE_OPS
+
+
 # Reading or setting these on a parameter concerns the parameter object itself, on each rank.
 PLAIN_ON_PARAMETERS = {"grad.get", "grad.set", "requires_grad.get", "is_leaf.get", "data_ptr", "zero_grad", "untyped_storage"}
 

@@ -1,10 +1,10 @@
 """Calls that bypass torch functions, caught while a step over several stages runs.
 
 `autograd.Function.apply` on placed tensors becomes one glue call that runs natively, with its `ctx`, on the rank that
-holds the data; so does a function compiled by `torch.jit`. `torch.utils.checkpoint` around glue becomes checkpointing of every unit called inside: nothing
-re-enters a transfer during backward. `torch.autograd.backward` is refused by name (`grad` is a torch function, and
-is refused in `glue_rules`). A compiled function called in glue runs as it was written, as glue; inside units it stays
-compiled.
+holds the data; so does a function compiled by `torch.jit`. `torch.utils.checkpoint` around glue becomes checkpointing of
+every unit called inside: nothing re-enters a transfer during backward. `torch.autograd.backward` is refused by name
+(`grad` is a torch function, and is refused in `glue_rules`). A compiled function called in glue runs as it was written,
+as glue; inside units it stays compiled. An assignment to a module's attribute counts for its microbatch (`overlay`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.autograd import Function
 from torch.overrides import handle_torch_function
 
@@ -28,6 +29,7 @@ _depth = 0
 _apply: Any = Function.__dict__["apply"]
 _plain_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _plain_backward: Callable[..., Any] = torch.autograd.backward
+_plain_setattr: Any = nn.Module.__setattr__
 _plain_compile: Callable[..., Any] = torch.compile
 _plain_callback: Callable[..., Any] | None = None
 _plain_script: Callable[..., Any] = torch._C.ScriptFunction.__call__
@@ -44,6 +46,7 @@ def installed() -> Iterator[None]:
             Function.apply = classmethod(_apply_in_glue)  # type: ignore[method-assign, assignment]
             torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue
             torch.autograd.backward = _backward_in_glue
+            nn.Module.__setattr__ = _setattr_in_glue  # type: ignore[method-assign, assignment]
             torch.compile = _compile_in_step
             torch._C.ScriptFunction.__call__ = _script_in_glue
             _watch_compiled()
@@ -56,9 +59,18 @@ def installed() -> Iterator[None]:
                 Function.apply = _apply  # type: ignore[method-assign]
                 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _plain_generator
                 torch.autograd.backward = _plain_backward
+                nn.Module.__setattr__ = _plain_setattr  # type: ignore[method-assign]
                 torch.compile = _plain_compile
                 torch._C.ScriptFunction.__call__ = _plain_script
                 _unwatch_compiled()
+
+
+def _setattr_in_glue(module: nn.Module, name: str, value: Any) -> None:
+    frame = current_frame()
+    if frame is None or name in module._buffers:  # buffers are kept in order by `shared`
+        _plain_setattr(module, name, value)
+    else:
+        frame.runtime.overlay.assign(frame.index, module, name, value, _plain_setattr)
 
 
 def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -115,9 +115,7 @@ class Order:
         return index
 
 
-def cautious_limit(
-    kind: Kind, num_microbatches: int, active_microbatches: int, rank: int, num_ranks: int
-) -> int:
+def cautious_limit(kind: Kind, num_microbatches: int, active_microbatches: int, rank: int, num_ranks: int) -> int:
     """Most microbatches in flight on a rank while no program is known: as many as 1F1B would have."""
     if kind == "simple":
         return num_microbatches
@@ -174,9 +172,7 @@ def rehearse(
         progress = [_run_one_turn(rank, programs, arrivals, gated, expected) for rank in ranks]
     stuck = {r.number: (r.running, r.waits_at) for r in ranks if r.running is not None or r.waits_at}
     if stuck:
-        raise DeadlockError(
-            f"no rank can go on; (chosen microbatch, event that each waits at) by rank: {stuck}"
-        )
+        raise DeadlockError(f"no rank can go on; (chosen microbatch, event that each waits at) by rank: {stuck}")
     return Rehearsal(
         max(r.clock for r in ranks),
         tuple(r.busy for r in ranks),

@@ -68,7 +68,8 @@ def resolve_foreign(frame: Frame, placed: PlacedTensor) -> Any:
         now = buffer.home[0]._buffers.get(buffer.home[1])
         if type(now) is PlacedTensor and now._value.frame is not frame:
             return now
-    return placed
+    newest = frame.runtime.overlay.newest(frame.index, placed)
+    return newest if type(newest) is PlacedTensor else placed
 
 
 def _buffer_at(runtime: Runtime, placed: PlacedTensor) -> Registered | None:

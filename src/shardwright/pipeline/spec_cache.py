@@ -109,8 +109,9 @@ class SpecCache:
         if len(self._known) > _MOST_KINDS:
             self._known = news
 
-    def __len__(self) -> int:
-        return len(self._known)
+    def clear(self) -> None:
+        """Forget all, on every rank at the same point: the module was changed."""
+        self._known = {}
 
 
 structural: list[Callable[[type], bool]] = []

@@ -101,9 +101,7 @@ class StepFunction:
             if pipeline is None:
                 results, weights = self._loop(driver, args, kwargs)
             else:
-                results, weights = pipeline.run(
-                    self._function, self._signature, self._split, driver, args, kwargs
-                )
+                results, weights = pipeline.run(self._function, self._signature, self._split, driver, args, kwargs)
             if driver is not None:
                 driver.step_ends()
         except BaseException:

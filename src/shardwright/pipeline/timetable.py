@@ -2,9 +2,9 @@
 
 A pure function of the program and of estimated costs, so every rank draws up the same table. It is found by
 running the step on paper, with ranks that see which messages have come: a microbatch in backward goes first,
-then the lowest (or the furthest); a new one starts only while the rank holds fewer than its limit. On a plain
-chain of stages that is 1F1B (Narayanan et al. 2021, arXiv:2104.04473); virtual stages, stages that are
-revisited and uneven cuts need nothing more.
+then the lowest; a new one starts only while the rank holds fewer than its limit. On a plain chain of stages that
+is 1F1B (Narayanan et al. 2021, arXiv:2104.04473); stages that are revisited and uneven cuts need nothing more.
+Virtual stages gain from other preferences, which are tried, too.
 
 It always ends: microbatches start on a rank in their order, so no limit ever keeps the lowest unfinished one
 waiting.
@@ -19,7 +19,15 @@ from typing import Literal
 
 from shardwright.pipeline.schedule import Event, Kind, waits
 
-Preference = Literal["lowest", "furthest"]
+Preference = Literal["backward", "alternate", "waves"]
+"""What a rank takes when several microbatches can go on.
+
+"backward": one in backward, then the lowest.   "alternate": forward after backward and backward after forward, then
+the lowest.   "waves": as "alternate", but each group of as many microbatches as there are ranks visits one chunk of
+the rank after the other together, as in Megatron's interleaved schedule.
+"""
+
+_PREFERENCES: tuple[Preference, ...] = ("backward", "alternate", "waves")
 
 _WORTHWHILE = 0.98
 """A table that needs more memory must shorten the step to this part of what it was."""
@@ -63,7 +71,7 @@ def make_timetable(
     """
     best: Timetable | None = None
     for limits in _limits(kind, program, num_microbatches, active_microbatches, num_ranks):
-        for preference in ("lowest", "furthest"):
+        for preference in _PREFERENCES:
             table = _Drawing(program, num_microbatches, limits, preference, kind == "simple", latency).draw()
             if best is None or table.makespan < best.makespan * _WORTHWHILE:
                 best = table
@@ -130,8 +138,17 @@ class _Station:
     the way; it is held from its next stretch on.
     """
 
-    def __init__(self, stretches: list[_Stretch], num_microbatches: int, limit: int) -> None:
+    def __init__(
+        self,
+        stretches: list[_Stretch],
+        num_microbatches: int,
+        limit: int,
+        preference: Preference,
+        num_ranks: int,
+    ) -> None:
         self.stretches = stretches
+        self.preference = preference
+        self.num_ranks = num_ranks
         self.total = num_microbatches
         self.limit = limit
         self.lead = int(len(stretches) > 1 and not stretches[0].computes and not stretches[0].sends)
@@ -142,20 +159,28 @@ class _Station:
         self.free_at = self.busy = 0.0
         self.arrived: set[tuple[int, int]] = set()
         self.turns: list[int] = []
+        self.was_backward = False
 
-    def choose(self, program: Sequence[Event], preference: Preference) -> int | None:
+    def choose(self, program: Sequence[Event]) -> int | None:
         """The microbatch whose next stretch runs now, or None if none can."""
         best, best_key = None, None
         may_begin = self.num_begun < self.total and len(self.held) < self.limit
         for index in [*self.held, self.num_begun] if may_begin else self.held:
             place = self.place[index]
-            stretch = self.stretches[place]
-            if not self._can_run(index, place, stretch.waits_for, program):
-                continue
-            key = (not stretch.backward, -place if preference == "furthest" else 0, index)
-            if best_key is None or key < best_key:
-                best, best_key = index, key
+            if self._can_run(index, place, self.stretches[place].waits_for, program):
+                key = self._key(index, place)
+                if best_key is None or key < best_key:
+                    best, best_key = index, key
         return best
+
+    def _key(self, index: int, place: int) -> tuple[int, ...]:
+        """What comes first of several that can run."""
+        backward = self.stretches[place].backward
+        if self.preference == "backward":
+            return (not backward, index)
+        if self.preference == "alternate":
+            return (backward == self.was_backward, index)
+        return (backward == self.was_backward, index // self.num_ranks, -place if backward else place, index)
 
     def _can_run(self, index: int, place: int, event: int | None, program: Sequence[Event]) -> bool:
         if event is None:
@@ -180,6 +205,7 @@ class _Station:
         if self.place[index] == len(self.stretches):
             self.held.discard(index)
         self.busy += stretch.cost
+        self.was_backward = stretch.backward
         return stretch
 
 
@@ -196,10 +222,9 @@ class _Drawing:
         latency: float,
     ) -> None:
         self._program = tuple(program)
-        self._preference: Preference = preference
         self._latency = latency
         self._stations = [
-            _Station(_stretches(program, rank, gated), num_microbatches, limit)
+            _Station(_stretches(program, rank, gated), num_microbatches, limit, preference, len(limits))
             for rank, limit in enumerate(limits)
         ]
         # (time, rank, microbatch, event): a message comes; with microbatch -1: the rank is free.
@@ -231,7 +256,7 @@ class _Drawing:
         station = self._stations[rank]
         if station.free_at > now:
             return
-        index = station.choose(self._program, self._preference)
+        index = station.choose(self._program)
         if index is None:
             return
         stretch = station.run(index)
@@ -239,8 +264,6 @@ class _Drawing:
         heappush(self._agenda, (station.free_at, rank, -1, -1))
         for number, before in stretch.sends:
             event = self._program[number]
-            others = (
-                [event.to] if event.kind == "move" else [r for r in range(len(self._stations)) if r != rank]
-            )
+            others = [event.to] if event.kind == "move" else [r for r in range(len(self._stations)) if r != rank]
             for other in others:
                 heappush(self._agenda, (now + before + self._latency, other, index, number))

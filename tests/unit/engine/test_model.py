@@ -83,9 +83,9 @@ def test_names_of_modules_have_hops_and_state_dicts_have_none() -> None:
     ]
     assert [n for n, _ in model.local_named_buffers()] == [n for n, _ in net.named_buffers()]
     assert [n for n, _ in model.local_named_modules()] == [n for n, _ in net.named_modules()]
-    assert list(model.local_parameters())[0] is next(net.parameters())
-    assert list(model.local_buffers())[0] is next(net.buffers())
-    assert list(model.local_modules())[0] is net
+    assert next(model.local_parameters()) is next(net.parameters())
+    assert next(model.local_buffers()) is next(net.buffers())
+    assert next(model.local_modules()) is net
     assert [n for n, _ in model.virtual_named_parameters()] == [n for n, _ in net.named_parameters()]
 
 
@@ -112,7 +112,7 @@ def test_moves_and_casts_return_the_model() -> None:
     assert model.half() is model
     assert model.layer.weight is parameter
     assert parameter.dtype is net.norm.running_mean.dtype is torch.float16
-    assert [b.dtype for b in model.local_buffers()][0] is torch.float16
+    assert next(model.local_buffers()).dtype is torch.float16
     assert model.to("cuda", torch.float64) is model
     assert parameter.dtype is torch.float64
     assert model.float() is model
@@ -173,7 +173,7 @@ def test_loading() -> None:
 
 
 def test_what_cannot_be_wrapped() -> None:
-    with pytest.raises(UsageError, match="takes a torch.nn.Module, not int"):
+    with pytest.raises(UsageError, match="not int"):
         smp.DistributedModel(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="script modules"):
         smp.DistributedModel(torch.jit.script(nn.Linear(2, 2)))

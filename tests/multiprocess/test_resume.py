@@ -1,0 +1,360 @@
+"""Training that is saved and resumed with the real wrappers goes on as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine_ranks as ranks
+import models
+import shardwright.torch as smp
+from engine_ranks import TWO_BY_TWO, TWO_STAGES, same
+from harness import RankPool
+from shardwright.errors import (
+    CheckpointError,
+    CommunicationTimeout,
+    LostRankError,
+    PartitionError,
+    RemoteRankError,
+    UsageError,
+)
+
+ONE = {"microbatches": 2, "log_level": "warning"}
+
+
+# -- the models --------------------------------------------------------------------------------------------
+
+
+class SharedBuffers(nn.Module):
+    """FF-32: buffers changed in place, assigned anew, not saved, and one constant that both stages read."""
+
+    table: Tensor
+    calls: Tensor
+    unsaved: Tensor
+
+    class Layer(nn.Module):
+        """Adds the shared table; counts its calls by assigning a new buffer."""
+
+        def __init__(self, table: Tensor) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("table", table)
+            self.register_buffer("b", torch.zeros(()))
+            self.register_buffer("count", torch.zeros(1, dtype=torch.long))
+            self.register_buffer("unsaved", torch.ones(16), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.b = self.b + 1
+                self.count += 1
+            return torch.tanh(self.linear(x) + self.table * self.unsaved + self.b / 10)
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.randn(16)
+        self.blocks = nn.ModuleList(self.Layer(table) for _ in range(4))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Sparse(nn.Module):
+    """FF-15: layers that are used never, in even steps only, and on one replica only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.never = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 5)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x = self.blocks[1](x) if smp.dp_rank() == 0 else x
+        x = self.blocks[2](x)
+        return self.head(self.blocks[3](x) if self.step % 2 == 0 else x)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model to train.
+
+    build: makes it.   frozen: prefixes of names that don't train.   changes: settings.
+    """
+
+    build: Callable[[], nn.Module]
+    frozen: tuple[str, ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()
+
+
+def _gpt2() -> nn.Module:
+    return models.make("gpt2", dropout=0.1).model
+
+
+VARIANTS = {
+    "dropout": Variant(lambda: ranks.net(dropout=0.1)),
+    "first stage frozen": Variant(ranks.net, frozen=("scale", "blocks.0", "blocks.1")),
+    "last stage frozen": Variant(ranks.net, frozen=("blocks.2", "blocks.3", "head")),
+    "sparse": Variant(Sparse),
+    "buffers": Variant(SharedBuffers),
+    "tied": Variant(_gpt2),
+    "tied on two stages": Variant(_gpt2, changes=(("tied_weights", "replicate"),)),
+}
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------
+
+
+def build(name: str, seed: int = 5) -> tuple[smp.DistributedModel, Any]:
+    """A wrapped model whose weights differ from replica to replica until they are made equal, and an optimizer."""
+    variant = VARIANTS[name]
+    torch.manual_seed(seed + smp.dp_rank())
+    module = variant.build()
+    for parameter_name, parameter in module.named_parameters():
+        parameter.requires_grad_(not parameter_name.startswith(variant.frozen or "?"))
+    model = smp.DistributedModel(module)
+    if name.startswith("tied"):
+        for path, stage in models.even_stages(models.block_names(module), 2).items():
+            smp.set_partition(module.get_submodule(path), stage if smp.pp_size() > 1 else 0)
+        if name == "tied on two stages":
+            smp.set_partition(module.lm_head, 1 if smp.pp_size() > 1 else 0)
+    elif smp.pp_size() > 1:
+        ranks.cut(model)
+    return model, smp.DistributedOptimizer(ranks.adam(model))
+
+
+@smp.step
+def text_step(model: Any, input_ids: Tensor) -> Tensor:
+    loss = model(input_ids=input_ids, labels=input_ids).loss
+    model.backward(loss)
+    return loss
+
+
+def go(model: Any, optimizer: Any, first: int, steps: int) -> list[Any]:
+    """Train; return losses, norms, and a random number of each generator."""
+    seen: list[Any] = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        if isinstance(model.get_module(), Sparse):
+            model.get_module().step = step
+        if hasattr(model, "transformer"):
+            ids = models.causal_batch(10 * step + smp.dp_rank(), 8)["input_ids"]
+            seen.append(text_step(model, ids).stack())
+        else:
+            seen.append(ranks.train_step(model, ranks.data(step)).stack())
+        seen.append(smp.clip_grad_norm(0.5))
+        optimizer.step()
+        seen += [random.random(), np.random.rand(), torch.rand(1)]
+    return seen
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, Any]:
+    """All that training has made on this rank."""
+    return {
+        "parameters": dict(model.local_named_parameters()),
+        "buffers": {n: b for n, b in model.local_named_buffers() if "unsaved" not in n},
+        "optimizer": optimizer.local_state_dict(),
+        "full": dict(model.state_dict()),
+        "full optimizer": optimizer.state_dict(),
+    }
+
+
+def detached(content: dict[str, Any]) -> dict[str, Any]:
+    return {**content, "parameters": {n: p.detach() for n, p in content["parameters"].items()}}
+
+
+def straight(name: str, path: str) -> tuple[list[Any], dict[str, Any]]:
+    """Two steps, a save, two more steps."""
+    random.seed(smp.rank())
+    np.random.seed(smp.rank())
+    model, optimizer = build(name)
+    start = {n: p.detach().clone() for n, p in model.get_module().named_parameters() if not p.requires_grad}
+    go(model, optimizer, 0, 2)
+    content = {"step": 2, "numbers": np.arange(3), "nested": [{"a": (1, None)}], "tensor": torch.ones(2)}
+    smp.save_checkpoint(path, "two", True, model, optimizer, user_content=content)
+    seen = go(model, optimizer, 2, 2)
+    held = dict(model.local_named_parameters())
+    assert all(same(held[n].detach(), v) for n, v in start.items() if n in held and smp.dp_rank() == 0)
+    return seen, detached(everything(model, optimizer))
+
+
+def resumed(name: str, path: str) -> tuple[list[Any], dict[str, Any]]:
+    """Resume, and the same two steps."""
+    random.seed(77)
+    model, optimizer = build(name, seed=99)
+    seen: list[Any] = []
+    model.register_post_partition_hook(lambda m, o: seen.append(len(o.state)))
+    content = smp.resume_from_checkpoint(path)
+    assert content["step"] == 2
+    assert content["nested"] == [{"a": (1, None)}]
+    assert same(content["tensor"], torch.ones(2))
+    assert (content["numbers"] == np.arange(3)).all()
+    if smp.pp_size() > 1:
+        with pytest.raises(PartitionError, match="comes from a checkpoint"):
+            smp.set_partition(next(model.get_module().children()), 0)
+    results = go(model, optimizer, 2, 2)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if smp.pp_size() > 1:  # hooks come after the loads
+        assert seen[0] > 0 or not trained
+    return results, detached(everything(model, optimizer))
+
+
+def check(one: tuple[list[Any], dict[str, Any]], other: tuple[list[Any], dict[str, Any]]) -> None:
+    """Two ways to train came to the same, bit for bit."""
+    assert same(one[0], other[0])
+    for what in one[1]:
+        assert same(one[1][what], other[1][what]), what
+
+
+LAYOUTS = {"pp2": ("pool2", TWO_STAGES), "pp2-dp2": ("pool4", TWO_BY_TWO)}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_goes_on(request: pytest.FixtureRequest, tmp_path: Path, layout: str, name: str) -> None:
+    pool_name, config = LAYOUTS[layout]
+    pool: RankPool = request.getfixturevalue(pool_name)
+    config = {**config, **dict(VARIANTS[name].changes)}
+    whole = pool.run(straight, name, str(tmp_path), config=config)
+    again = pool.run(resumed, name, str(tmp_path), config=config)
+    for one, other in zip(whole, again, strict=True):
+        check(one, other)
+    files = {n for n in os.listdir(tmp_path / "two_partial") if n.startswith(("model", "optimizer"))}
+    assert files == {"model_0_0.pt", "model_1_0.pt", "optimizer_0_0.pt", "optimizer_1_0.pt"}
+    saved = [torch.load(tmp_path / "two_partial" / f"model_{stage}_0.pt", weights_only=True) for stage in (0, 1)]
+    names = VARIANTS[name].build().state_dict().keys()
+    assert (saved[0].keys() | saved[1].keys()) - {"_smp_is_partial"} == names
+    assert saved[0].keys() & saved[1].keys() == {"_smp_is_partial"}
+
+
+@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if not v.changes])
+def test_training_goes_on_in_a_world_of_one(tmp_path: Path, name: str) -> None:
+    with world(ONE):
+        whole = straight(name, str(tmp_path))
+    with world(ONE):
+        check(whole, resumed(name, str(tmp_path)))
+
+
+@contextmanager
+def world(config: dict[str, Any]) -> Iterator[None]:
+    smp.init(config)
+    try:
+        yield
+    finally:
+        smp.shutdown()
+
+
+def test_training_goes_on_in_new_processes(pool2: RankPool, tmp_path: Path) -> None:
+    whole = pool2.run(straight, "dropout", str(tmp_path), config=TWO_STAGES)
+    with RankPool(2) as fresh:
+        again = fresh.run(resumed, "dropout", str(tmp_path), config=TWO_STAGES)
+    for one, other in zip(whole, again, strict=True):
+        check(one, other)
+
+
+# -- which checkpoint, and what is refused -------------------------------------------------------------------
+
+
+def saves(path: str) -> None:
+    """Four saves of which two are kept; then a step more, and back to the newest and to an older one."""
+    model, optimizer = build("dropout")
+    with pytest.raises(UsageError, match="before the model is partitioned"):
+        smp.save_checkpoint(path, "early", model=model, optimizer=optimizer)
+    weights = {}
+    for step in range(4):
+        go(model, optimizer, step, 1)
+        smp.save_checkpoint(path, step, model=model, optimizer=optimizer, num_kept_partial_checkpoints=2)
+        weights[step] = {n: p.detach().clone() for n, p in model.local_named_parameters()}
+    assert (Path(path) / "newest").read_text() == "3_partial"
+    assert sorted(n for n in os.listdir(path) if n.endswith("_partial")) == ["2_partial", "3_partial"]
+    go(model, optimizer, 4, 1)
+    for tag, step in ((None, 3), ("2", 2), ("2_partial", 2)):  # already partitioned: loaded at once
+        assert smp.resume_from_checkpoint(path, tag) == {}
+        assert same({n: p.detach() for n, p in model.local_named_parameters()}, weights[step])
+    with pytest.raises(UsageError, match="got a model of type Net"):
+        smp.save_checkpoint(path, "plain", model=model.get_module())
+    with pytest.raises(UsageError, match="got an optimizer of type"):
+        smp.save_checkpoint(path, "plain", optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_newest_and_kept_checkpoints(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(saves, str(tmp_path), config=TWO_STAGES)
+
+
+def refused(path: str, empty: str) -> None:
+    """FF-02: what isn't there, or comes too early, is an error on every rank; then it goes well."""
+    with pytest.raises(UsageError, match="before the model is wrapped"):
+        smp.resume_from_checkpoint(path)
+    model, optimizer = build("dropout")
+    for where, options, words in (
+        (path, {"tag": "three"}, "no partial checkpoint 'three_partial'"),
+        (path, {"tag": "two", "partial": False}, "no full checkpoint 'two'"),
+        (empty, {}, "no partial checkpoint"),
+        (empty + "/nowhere", {}, "no partial checkpoint"),
+    ):
+        with pytest.raises(FileNotFoundError, match=words) as caught:
+            smp.resume_from_checkpoint(where, **options)
+        assert where in str(caught.value)
+    smp.resume_from_checkpoint(path, "two", load_optimizer=False)
+    seen: list[int] = []
+    model.register_post_partition_hook(lambda m, o: seen.append(len(o.state)))
+    go(model, optimizer, 2, 1)
+    assert seen == [0]
+
+
+def test_checkpoints_that_are_not_there(pool2: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    pool2.run(straight, "dropout", str(tmp_path), config=TWO_STAGES)
+    pool2.run(refused, str(tmp_path), str(tmp_path / "empty"), config=TWO_STAGES)
+
+
+def other_model(path: str) -> None:
+    torch.manual_seed(0)
+    module = SharedBuffers()
+    model = smp.DistributedModel(module)
+    ranks.cut(model)
+    smp.DistributedOptimizer(ranks.adam(model))
+    with pytest.raises((CheckpointError, PartitionError), match="doesn't fit the model"):
+        smp.resume_from_checkpoint(path)
+
+
+def test_checkpoint_of_another_model(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(straight, "dropout", str(tmp_path), config=TWO_STAGES)
+    pool2.run(other_model, str(tmp_path), config=TWO_STAGES)
+
+
+def call_alone(call: str, path: str) -> tuple[str, float]:
+    """FF-24: rank 0 makes a collective call, the others go to a barrier; what each is told, and when."""
+    model, optimizer = build("dropout")
+    go(model, optimizer, 0, 1)
+    started = time.monotonic()
+    calls = {
+        "save_checkpoint": lambda: smp.save_checkpoint(path, "alone", model=model, optimizer=optimizer),
+        "model.state_dict()": model.state_dict,
+        "optimizer.state_dict()": optimizer.state_dict,
+    }
+    with pytest.raises((CommunicationTimeout, RemoteRankError, LostRankError)) as caught:
+        (calls[call] if smp.rank() == 0 else smp.barrier)()
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "model.state_dict()", "optimizer.state_dict()"])
+def test_one_rank_alone_is_told(pool2: RankPool, tmp_path: Path, call: str) -> None:
+    results = pool2.run(call_alone, call, str(tmp_path), config={**TWO_STAGES, "timeout_s": 5})
+    assert all(seconds < 15 for _, seconds in results)
+    assert f"{call} (every rank of " in results[0][0]
+    assert "must call it" in results[0][0]

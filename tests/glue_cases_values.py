@@ -64,6 +64,29 @@ def control_flow(m: GlueModel, x: Tensor, y: Tensor) -> Any:
 
 
 @case
+def errors_caught(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    h = m.b(m.a(x))
+    caught = []
+    for attempt in (
+        lambda: h.view(7, -1),
+        lambda: h[100],
+        lambda: h + torch.ones(5),
+        lambda: h.t().view(-1),
+        lambda: h.sum(7),
+        lambda: h.item(),
+        lambda: h.no_such_thing,
+        lambda: h[:, 9].sum(),
+        lambda: h.mul_(torch.ones(9, 9)),
+        lambda: bool(h),
+    ):
+        try:
+            attempt()
+        except (RuntimeError, IndexError, AttributeError) as error:
+            caught.append(f"{type(error).__name__} {str(error)[:30]}".replace("PlacedT", "T")[:24])
+    return finish(m, h * len(caught), y), {"caught": str(caught)}
+
+
+@case
 def iterated_and_unpacked(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x))
     first, *others = h

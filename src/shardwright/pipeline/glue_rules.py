@@ -22,7 +22,8 @@ def name_of(func: Any) -> str:
     if name is None:
         name = getattr(func, "__name__", type(func).__name__)
         if name in ("__get__", "__set__", "__delete__"):
-            name = f"{func.__self__.__name__}.{name.strip('_')}"
+            owner = func.__self__
+            name = f"{getattr(owner, 'fget', owner).__name__}.{name.strip('_')}"
         elif name.startswith("__") and name.endswith("__"):
             name = name.strip("_")
         _names[func] = name
@@ -42,7 +43,12 @@ def _size(frame: Any, spec: Spec, dim: int | None = None) -> Any:
     return torch.Size(spec.shape) if dim is None else spec.shape[dim]
 
 
+def _no_interface(frame: Any, spec: Spec) -> Any:
+    raise AttributeError("a tensor that is placed on a pipeline stage has no array interface")
+
+
 META: dict[Any, Answer] = {
+    Tensor.__cuda_array_interface__.__get__: _no_interface,  # type: ignore[attr-defined]
     Tensor.shape.__get__: lambda frame, spec: torch.Size(spec.shape),  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.dtype.__get__: lambda frame, spec: spec.dtype,  # type: ignore[attr-defined]

@@ -12,27 +12,28 @@ from torch import nn
 from one_frame import Alone, glue, make_frame, placed_leaf
 from shardwright.errors import UnsupportedOperationError
 from shardwright.pipeline import shared
+from shardwright.pipeline.schedule import Order
 from shardwright.pipeline.shared import SharedUses
 
 
 def test_forward_waits_for_the_forward_of_earlier_microbatches() -> None:
-    uses = SharedUses()
-    assert uses.is_turn(0)
-    assert not uses.is_turn(1)
-    uses.forward_ends(0)
-    assert uses.is_turn(1)
-    assert not uses.is_turn(2)
-    uses.ends(1)
-    assert uses.is_turn(2)
+    order = Order(3, limit=3, gated=False)
+    assert order.may_pass(0)
+    assert not order.may_pass(1)
+    order.at_gate(0)
+    assert order.may_pass(1)
+    assert not order.may_pass(2)
+    order.done(1)
+    assert order.may_pass(2)
 
 
 def test_after_its_backward_a_microbatch_waits_for_the_end_of_earlier_ones() -> None:
-    uses = SharedUses()
-    uses.forward_ends(0)
-    uses.forward_ends(1)
-    assert not uses.is_turn(1)
-    uses.ends(0)
-    assert uses.is_turn(1)
+    order = Order(3, limit=3, gated=False)
+    order.at_gate(0)
+    order.at_gate(1)
+    assert not order.may_pass(1)
+    order.done(0)
+    assert order.may_pass(1)
 
 
 def test_use_after_a_later_microbatch_is_refused() -> None:

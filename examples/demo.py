@@ -106,7 +106,7 @@ def fail(why: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=240, help="steps of the whole run (default 240)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the whole run (default 200)")
     steps = parser.parse_args().steps
     half = steps // 2
     began = time.perf_counter()

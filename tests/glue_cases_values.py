@@ -31,7 +31,7 @@ def numbers_seen(m: GlueModel, x: Tensor, y: Tensor) -> Any:
         "repr": repr(h.detach()),
         "str": str(h[0].detach()),
         "f": f"{s:.3f} {s.item():.2f} {h.argmax()}",
-        "format": "{}".format(h[0, 0].detach()),
+        "format": f"{h[0, 0].detach()}",
         "len": len(h),
         "round": round(s.item(), 3),
         "in": 2.0 in torch.ceil(h.detach() * 2),

@@ -31,7 +31,7 @@ def numbers_seen(m: GlueModel, x: Tensor, y: Tensor) -> Any:
         "repr": repr(h.detach()),
         "str": str(h[0].detach()),
         "f": f"{s:.3f} {s.item():.2f} {h.argmax()}",
-        "format": "{}".format(h[0, 0].detach()),
+        "format": f"{h[0, 0].detach()}",
         "len": len(h),
         "round": round(s.item(), 3),
         "in": 2.0 in torch.ceil(h.detach() * 2),
@@ -61,6 +61,29 @@ def control_flow(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     k = max(h[:, 0].detach().tolist())
     best = max([h[0].sum(), h[1].sum()])
     return finish(m, h * k + best, y), {"h": h}
+
+
+@case
+def errors_caught(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    h = m.b(m.a(x))
+    caught = []
+    for attempt in (
+        lambda: h.view(7, -1),
+        lambda: h[100],
+        lambda: h + torch.ones(5),
+        lambda: h.t().view(-1),
+        lambda: h.sum(7),
+        lambda: h.item(),
+        lambda: h.no_such_thing,
+        lambda: h[:, 9].sum(),
+        lambda: h.mul_(torch.ones(9, 9)),
+        lambda: bool(h),
+    ):
+        try:
+            attempt()
+        except (RuntimeError, IndexError, AttributeError) as error:
+            caught.append(f"{type(error).__name__} {str(error)[:30]}".replace("PlacedT", "T")[:24])
+    return finish(m, h * len(caught), y), {"caught": str(caught)}
 
 
 @case

@@ -22,7 +22,8 @@ def name_of(func: Any) -> str:
     if name is None:
         name = getattr(func, "__name__", type(func).__name__)
         if name in ("__get__", "__set__", "__delete__"):
-            name = f"{func.__self__.__name__}.{name.strip('_')}"
+            owner = func.__self__
+            name = f"{getattr(owner, 'fget', owner).__name__}.{name.strip('_')}"
         elif name.startswith("__") and name.endswith("__"):
             name = name.strip("_")
         _names[func] = name
@@ -42,7 +43,12 @@ def _size(frame: Any, spec: Spec, dim: int | None = None) -> Any:
     return torch.Size(spec.shape) if dim is None else spec.shape[dim]
 
 
+def _no_interface(frame: Any, spec: Spec) -> Any:
+    raise AttributeError("a tensor that is placed on a pipeline stage has no array interface")
+
+
 META: dict[Any, Answer] = {
+    Tensor.__cuda_array_interface__.__get__: _no_interface,  # type: ignore[attr-defined]
     Tensor.shape.__get__: lambda frame, spec: torch.Size(spec.shape),  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.dtype.__get__: lambda frame, spec: spec.dtype,  # type: ignore[attr-defined]
@@ -54,13 +60,13 @@ META: dict[Any, Answer] = {
     Tensor.nelement: lambda frame, spec: spec.numel,
     torch.numel: lambda frame, spec: spec.numel,
     Tensor.is_leaf.__get__: lambda frame, spec: not spec.requires_grad,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: lambda frame, spec: None,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: lambda frame, spec: None,  # type: ignore[attr-defined, union-attr]
     Tensor.get_device: lambda frame, spec: -1 if frame.device.type == "cpu" else frame.device.index,
     Tensor.is_cuda.__get__: lambda frame, spec: frame.device.type == "cuda",  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda frame, spec: frame.device.type == "cpu",  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: lambda frame, spec: False,  # type: ignore[attr-defined]
     Tensor.__len__: lambda frame, spec: spec.shape[0],
-    Tensor.grad_fn.__get__: lambda frame, spec: GRAD_FN if spec.requires_grad else None,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: lambda frame, spec: _grad_fn(spec),  # type: ignore[attr-defined, union-attr]
     Tensor._version.__get__: lambda frame, spec: 0,  # type: ignore[attr-defined]
 }
 DEVICE_GETTERS = {
@@ -94,6 +100,11 @@ class _GradFn:
 
 
 GRAD_FN = _GradFn()
+
+
+def _grad_fn(spec: Spec) -> _GradFn | None:
+    return GRAD_FN if spec.requires_grad else None
+
 
 # ---------------------------------------------------------------------- what is refused, and the remedy
 

@@ -28,22 +28,24 @@ class Case:
     """One piece of glue.
 
     reordered: why sums may be taken in another order than in one process; "" asks for bitwise equality.
+    slow: needs imports that take seconds.
     """
 
     name: str
     body: Body
     reordered: str = ""
+    slow: bool = False
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(body: Body | None = None, *, reordered: str = "") -> Any:
+def case(body: Body | None = None, *, reordered: str = "", slow: bool = False) -> Any:
     """Register a function as a case under its own name."""
 
     def register(body: Body) -> Body:
         assert body.__name__ not in CASES, body.__name__
-        CASES[body.__name__] = Case(body.__name__, body, reordered)
+        CASES[body.__name__] = Case(body.__name__, body, reordered, slow)
         return body
 
     return register if body is None else register(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -277,10 +278,12 @@ def copy_and_fill(m: GlueModel, x: Tensor, y: Tensor) -> Any:
 
 @case
 def augmented_attribute(m: GlueModel, x: Tensor, y: Tensor) -> Any:
-    m.notes["h"] = m.b(m.a(x)) * 1
-    m.notes["h"] += 1
-    m.notes["h"][0] /= 2
-    return finish(m, m.notes["h"], y), {"h": m.notes["h"]}
+    box = SimpleNamespace(h=m.b(m.a(x)) * 1, list=[m.emb(y) * 1])
+    box.h += 1
+    box.h[0] /= 2
+    box.list[0] *= 3
+    box.list[0][1] += box.h[0]
+    return finish(m, box.h + box.list[0], y), {"h": box.h}
 
 
 @case

@@ -31,7 +31,7 @@ def numbers_seen(m: GlueModel, x: Tensor, y: Tensor) -> Any:
         "repr": repr(h.detach()),
         "str": str(h[0].detach()),
         "f": f"{s:.3f} {s.item():.2f} {h.argmax()}",
-        "format": "{}".format(h[0, 0].detach()),
+        "format": f"{h[0, 0].detach()}",
         "len": len(h),
         "round": round(s.item(), 3),
         "in": 2.0 in torch.ceil(h.detach() * 2),
@@ -64,6 +64,29 @@ def control_flow(m: GlueModel, x: Tensor, y: Tensor) -> Any:
 
 
 @case
+def errors_caught(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    h = m.b(m.a(x))
+    caught = []
+    for attempt in (
+        lambda: h.view(7, -1),
+        lambda: h[100],
+        lambda: h + torch.ones(5),
+        lambda: h.t().view(-1),
+        lambda: h.sum(7),
+        lambda: h.item(),
+        lambda: h.no_such_thing,
+        lambda: h[:, 9].sum(),
+        lambda: h.mul_(torch.ones(9, 9)),
+        lambda: bool(h),
+    ):
+        try:
+            attempt()
+        except (RuntimeError, IndexError, AttributeError) as error:
+            caught.append(f"{type(error).__name__} {str(error)[:30]}".replace("PlacedT", "T")[:24])
+    return finish(m, h * len(caught), y), {"caught": str(caught)}
+
+
+@case
 def iterated_and_unpacked(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x))
     first, *others = h
@@ -79,7 +102,7 @@ def numpy_array(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x))
     a = h.detach().numpy()
     b = np.asarray(h.detach())
-    c = np.array(h.detach().cpu())
+    c = np.array(h.detach().cpu().numpy())
     mean = float(np.mean(h.detach().cpu().numpy()))
     back = torch.from_numpy(a * 2)
     tensor = torch.tensor(h.tolist()) + torch.as_tensor(b)
@@ -162,7 +185,7 @@ def sizes_from_ordinary_numbers(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     return loss, {"shapes": str(shapes)}
 
 
-@case
+@case(reordered="a value used on several stages sums its gradients by stage")
 def sizes_from_placed_numbers(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x))
     n = (h > 0).sum().clamp(1, 5)
@@ -517,6 +540,26 @@ def functions_of_functions(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     row = torch.func.grad(lambda t: (t * t).sum())(weight)
     mapped = torch.vmap(lambda t: t * 2)(x)
     return finish(m, h * row + mapped, y)
+
+
+def tanh_of_product(t: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(t * w) * 2
+
+
+@case
+def script_function(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    traced = m.notes.setdefault("traced", torch.jit.trace(tanh_of_product, (x, x)))
+    return finish(m, traced(m.b(m.a(x)), m.scale) + traced(x, x), y)
+
+
+@case(slow=True)
+def compiled_functions(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    def twice(t: Tensor) -> Tensor:
+        return torch.tanh(t) * 2 + t.sum() * m.scale
+
+    f = m.notes.setdefault("compiled", torch.compile(twice, backend="eager"))
+    inside = m.notes.setdefault("module", torch.compile(Gain(), backend="eager"))
+    return finish(m, inside(f(m.b(m.a(x)))) + f(x), y)
 
 
 class Gain(torch.nn.Module):

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import reference
+from harness import RankPool
 
 Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -40,7 +40,7 @@ class Case:
     before_step: called with (model, step) on every rank and in the reference.
     grad: steps train; else they run under `torch.no_grad()` and the optimizer does nothing.
     error: a pattern that the error of every rank must show; such a case has no reference.
-    timeout_s: of every wait inside the step.
+    timeout_s: of every wait inside the step.   config: more settings.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
     timeout_s: float = 30
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -108,8 +109,6 @@ def _run_named(module: str, names: Sequence[str]) -> dict[str, Verdict]:
 
 
 def _run_one(case: Case, number: int) -> Verdict:
-    from shardwright.engine.state import state
-    from shardwright.pipeline import step as steps
     from shardwright.topology import context, failure
 
     config = {
@@ -119,6 +118,7 @@ def _run_one(case: Case, number: int) -> Verdict:
         "auto_partition": False,
         "timeout_s": case.timeout_s,
         "log_level": "warning",
+        **case.config,
     }
     before = os.environ["SHARDWRIGHT_INIT_METHOD"]
     os.environ["SHARDWRIGHT_INIT_METHOD"] = f"{before}.{number}"
@@ -133,8 +133,6 @@ def _run_one(case: Case, number: int) -> Verdict:
             failure.board().report(error)
     finally:
         context.shutdown(linger=not verdict.error)
-        state.model = state.optimizer = None
-        steps.set_driver(None)
         os.environ["SHARDWRIGHT_INIT_METHOD"] = before
     verdict.seconds = time.monotonic() - start
     return verdict

@@ -86,9 +86,7 @@ def make_step() -> Callable[..., Any]:
 
 
 def gradients(model: Any) -> dict[str, Tensor | None]:
-    return {
-        name: None if p.grad is None else p.grad.detach().clone() for name, p in model.local_named_parameters()
-    }
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.local_named_parameters()}
 
 
 def reference_gradients(data: list[Tensor], num_microbatches: int, num_blocks: int = 4) -> dict[str, Tensor]:

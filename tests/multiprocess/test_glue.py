@@ -16,6 +16,7 @@ from torch import Tensor
 import glue_cases
 import glue_cases_inplace  # noqa: F401 - registers its cases
 import glue_cases_values  # noqa: F401 - registers its cases
+import glue_refusals
 from glue_cases import CASES, Seen
 from harness import RankPool
 
@@ -128,9 +129,44 @@ def settings(num_stages: int) -> dict[str, Any]:
 
 
 def test_glue_over_two_stages(pool2: RankPool) -> None:
-    report(faults(pool2, list(CASES), settings(2)))
+    report(faults(pool2, [c.name for c in CASES.values() if not c.slow], settings(2)))
 
 
 @pytest.mark.heavy
 def test_glue_over_four_stages(pool4: RankPool) -> None:
     report(faults(pool4, list(CASES), settings(4)))
+
+
+def try_refusals() -> list[dict[str, str]]:
+    """What came of everything in `glue_refusals`, per microbatch, in steps that end well."""
+    import shardwright.torch as smp
+
+    module = glue_cases.make_model()
+    for name, stage in module.stages(smp.pp_size()).items():
+        smp.set_partition(module.get_submodule(name), stage)
+    glue_cases.CASES["refusals"] = glue_cases.Case("refusals", _refusals)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: Tensor, y: Tensor) -> Any:
+        loss, found = model("refusals", x, y)
+        model.backward(loss)
+        return found
+
+    found = step(model, *glue_cases.make_batch())
+    return [_pick(found, i) for i in range(NUM_MICROBATCHES)]
+
+
+def _refusals(m: glue_cases.GlueModel, x: Tensor, y: Tensor) -> Any:
+    h = m.b(m.a(x))
+    found = glue_refusals.attempt(m, h, x)
+    return glue_cases.finish(m, h, y), found
+
+
+def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks(pool2: RankPool) -> None:
+    ranks = pool2.run(try_refusals, config=settings(2))
+    assert ranks[0] == ranks[1]
+    for code, word in glue_refusals.REFUSALS.items():
+        for found in ranks[0]:
+            assert "UnsupportedOperationError" in found[code], f"{code}: {found[code]}"
+            assert word in found[code], f"{code}: {found[code]}"

@@ -5,14 +5,15 @@ Loss, gradients, weights, buffers and outputs are compared with one process, bit
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import step_cases
+from harness import RankPool
 from step_cases import Case, Verdict
 
 WIDTH = 8
@@ -63,11 +64,17 @@ def stages(*owners: int) -> dict[str, int]:
 
 # ------------------------------------------------------------------ hooks
 
-RECORDED: list[Any] = []
+RECORDED: ContextVar[list[Any]] = ContextVar("recorded")
+GLOBAL: list[Any] = []
 
 
 def record(module: nn.Module, args: Any, output: Tensor) -> None:
-    RECORDED.append(output)
+    """Every microbatch runs in a context of its own, so they don't mix."""
+    RECORDED.get().append(output)
+
+
+def record_globally(module: nn.Module, args: Any, output: Tensor) -> None:
+    GLOBAL.append(output.detach())
 
 
 def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -110,25 +117,57 @@ def hook_gradients(model: nn.Module) -> None:
 
 def use_recorded(model: Any, x: Tensor) -> Any:
     """Every hook's tensors count in the loss."""
-    RECORDED.clear()
+    RECORDED.set([])
     out = model(x)
-    seen = list(RECORDED)
+    seen = RECORDED.get()
     loss = out.square().mean() + sum(r.square().mean() for r in seen)
     model.backward(loss)
     return loss, seen
 
 
-def patch_forwards(model: nn.Module) -> None:
-    """In the style of older output recorders: the forward of a module inside is wrapped."""
+def use_global(model: Any, x: Tensor) -> Any:
+    GLOBAL.clear()
+    out = model(x)
+    seen = list(GLOBAL)
+    loss = out.square().mean() * sum(r.mean() for r in seen)
+    model.backward(loss)
+    return loss, seen
+
+
+def hook_globally(model: nn.Module) -> None:
     for block in model.blocks:
-        plain = block.act.forward
+        block.act.register_forward_hook(record_globally)
 
-        def wrapped(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            output = plain(*args, **kwargs)
-            RECORDED.append(output)
-            return output
 
-        block.act.forward = wrapped
+class Patches(Chain):
+    """In the style of older output recorders: for each call, the forwards of modules inside are wrapped."""
+
+    def forward(self, x: Tensor) -> Any:
+        seen: list[Tensor] = []
+        plain = [(block, block.act.forward) for block in self.blocks]
+
+        def wrap(forward: Any) -> Any:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                output = forward(*args, **kwargs)
+                seen.append(output)
+                return output
+
+            return wrapped
+
+        for block, forward in plain:
+            block.act.forward = wrap(forward)  # type: ignore[union-attr, assignment]
+        try:
+            return super().forward(x), seen
+        finally:
+            for block, forward in plain:
+                block.act.forward = forward  # type: ignore[union-attr, assignment]
+
+
+def use_patched(model: Any, x: Tensor) -> Any:
+    out, seen = model(x)
+    loss = out.square().mean() + sum(r.square().mean() for r in seen)
+    model.backward(loss)
+    return loss, seen
 
 
 def toggle_hooks(model: Any, step: int) -> None:
@@ -400,14 +439,46 @@ class Counters(nn.Module):
         shared = torch.linspace(0.5, 1.5, WIDTH)
         self.first = Counter(shared)
         self.second = Counter(shared)
+        self.num_calls = 0
         self.register_buffer("counts", torch.zeros(()))
         self.register_buffer("total", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts += 1
+        self.total = self.total + x.detach().mean(0)
         h = self.second(self.first(x))
-        self.total = self.total + h.detach().mean(0)
-        return h + self.total / self.counts + self.second.counts + self.first.total
+        self.seen = h.detach()
+        self.num_calls += 1
+        return h + self.total / self.counts + self.num_calls
+
+
+class CountsAtEnd(nn.Module):
+    """A statistic that each call takes up from the call before, after it has waited for another stage."""
+
+    total: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.in_place = in_place
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(self.first(x))
+        if self.in_place:
+            self.total += h.detach().mean(0)
+        else:
+            self.total = self.total + h.detach().mean(0)
+        return h + self.total
+
+
+def use_attributes(model: Any, x: Tensor) -> Any:
+    """Attributes that glue assigned, read after the call."""
+    out = model(x)
+    loss = (out - model.module.seen).mean()
+    model.backward(out.square().mean())
+    return loss, out
 
 
 # ------------------------------------------------------------------ modes that change between steps
@@ -507,10 +578,12 @@ CASES = [
     Case("hooks_with_keywords", Keywords, train, one_tensor, stages(0, 1), prepare=hook_with_keywords),
     Case("hooks_of_gradients", lambda: Chain(Block(), Block()), train, one_tensor, stages(0, 1), prepare=hook_gradients),
     Case("hooks_come_and_go", lambda: Chain(Block(), Block()), use_recorded, one_tensor, stages(0, 1), before_step=toggle_hooks, steps=3, reordered="uses on two stages"),
-    Case("patched_forward", lambda: Chain(Block(), Block()), use_recorded, one_tensor, stages(0, 1), prepare=patch_forwards, reordered="uses on two stages"),
+    Case("patched_forward", lambda: Patches(Block(), Block()), use_patched, one_tensor, stages(0, 1), reordered="uses on two stages"),
+    Case("global_list", lambda: Chain(Block(), Block()), use_global, one_tensor, stages(0, 1), prepare=hook_globally, microbatches=1),
+    Case("global_list_mixed", lambda: Chain(Block(), Block()), use_global, one_tensor, stages(0, 1), prepare=hook_globally, error="microbatch 0 found a tensor of microbatch 1"),
     Case("pass_on", PassOn, train, one_tensor, {"same": 1, "drop": 1}, before_step=evaluate_mode),
-    Case("in_place_units", InPlace, train, one_tensor, {"act": 1, "more": 1, "last": 1}),
-    Case("changed_arguments", GivesAway, train, one_tensor, {"inner": 1}),
+    Case("in_place_units", InPlace, train, one_tensor, {"act": 1, "more": 1, "last": 1}, reordered="uses on two stages"),
+    Case("changed_arguments", GivesAway, train, one_tensor, {"inner": 1}, microbatches=1, reordered="uses on two stages"),
     Case("views", Flat, train, one_tensor, {"flatten": 1, "halves": 1, "act": 1}),
     Case("overlapping_results", Overlapping, train, one_tensor, {"inner": 1}),
     Case("changed_chunk", ChangesChunk, train, one_tensor, {"inner": 1}, error="in-place 'mul_' on a tensor whose memory is shared"),
@@ -522,7 +595,12 @@ CASES = [
     Case("virtual_stages_simple", lambda: Chain(*(Block() for _ in range(4))), train, one_tensor, stages(1, 0, 1, 0), microbatches=4, steps=3, schedule="simple"),
     Case("virtual_stages_4", lambda: Chain(*(Block() for _ in range(8))), train, one_tensor, stages(0, 1, 2, 3, 0, 1, 2, 3), pp=4, microbatches=4, steps=3),
     Case("ff31_batch_norm", Norms, train, one_tensor, stages(0, 0, 1, 1), steps=4, before_step=last_step_in_eval),
-    Case("ff32_buffers", Counters, train, one_tensor, {"second": 1}, steps=3, microbatches=4),
+    Case("ff32_buffers", Counters, use_attributes, one_tensor, {"second": 1}, steps=3, microbatches=4),
+    Case("statistic_serial", lambda: CountsAtEnd(False), train, one_tensor, {"second": 1}, steps=3, microbatches=4, config={"active_microbatches": 1}),
+    Case("statistic_serial_in_place", lambda: CountsAtEnd(True), train, one_tensor, {"second": 1}, steps=3, microbatches=4, config={"active_microbatches": 1}),
+    Case("statistic_mixed", lambda: CountsAtEnd(False), train, one_tensor, {"second": 1}, steps=3, microbatches=4),
+    Case("statistic_simple", lambda: CountsAtEnd(True), train, one_tensor, {"second": 1}, steps=4, microbatches=4, schedule="simple"),
+    Case("changed_arguments_mixed", GivesAway, train, one_tensor, {"inner": 1}, timeout_s=6),
     Case("freeze_and_thaw", lambda: Chain(Block(), Block()), train, one_tensor, stages(0, 1), before_step=freeze_and_thaw, steps=5),
     Case("eval_inside", lambda: Chain(BlockWithDropout(), BlockWithDropout()), train, one_tensor, stages(0, 1), before_step=eval_inside, steps=4),
     Case("eval_drop", DropOnly, train, one_tensor, {"inner": 1}, before_step=eval_drop, steps=4),

@@ -45,6 +45,17 @@ def untouched(module: nn.Module, *, keep_values: bool) -> Iterator[None]:
         rng.restore(random_state)
 
 
+def silence_hooks(module: nn.Module) -> None:
+    """Take away forward hooks, which may write to places that nobody can restore, such as a list in the script.
+
+    Kept are torch's own that compute a weight before each call. `untouched` puts the others back.
+    """
+    for found in module.modules():
+        for hooks in (found._forward_hooks, found._forward_pre_hooks):
+            for key in [k for k, hook in hooks.items() if not type(hook).__module__.startswith("torch.nn.utils.")]:
+                del hooks[key]
+
+
 def stand_in(value: Tensor, device: torch.device) -> Tensor:
     """A fresh tensor (or parameter) like `value` but without its data; called inside a fake tensor mode."""
     with torch.no_grad():

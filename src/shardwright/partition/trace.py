@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from shardwright.log import get_logger
 from shardwright.partition.recorder import Recorder, storage_key
 from shardwright.partition.records import Trace, TraceKind
-from shardwright.partition.sandbox import replace_tensors, stand_in, untouched
+from shardwright.partition.sandbox import replace_tensors, silence_hooks, stand_in, untouched
 
 _log = get_logger(__name__)
 _depth = 0
@@ -68,6 +68,7 @@ def _fake(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(args, kwargs)
     with untouched(module, keep_values=False), _quiet_fake_tensors(), mode, torch.enable_grad():
+        silence_hooks(module)
         replace_tensors(module, device)
         args, kwargs = tree_map(lambda leaf: _copy_leaf(leaf, lambda t: stand_in(t, device)), (args, kwargs))
         return _record(module, args, kwargs)
@@ -79,6 +80,7 @@ def _real(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         raise RuntimeError("the model lies on the meta device")
     device = min(devices, key=str) if devices else torch.device("cpu")
     with untouched(module, keep_values=True), torch.no_grad():
+        silence_hooks(module)
         args, kwargs = tree_map(
             lambda leaf: _copy_leaf(leaf, lambda t: t.detach().to(device, copy=True)), (args, kwargs)
         )

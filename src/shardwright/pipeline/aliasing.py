@@ -148,9 +148,10 @@ def reshape(frame: Frame, label: str, step: Callable[[Any], Any], target: Placed
         view._parent_version += base._version_count - target._version_count
         _add_view(base, view)
     target._views = None
-    fresh = apply(frame, label, lambda xs: step(xs[0]), [base], ("reshape", key), key is not None)
+    with torch.enable_grad():  # it is still the same tensor
+        fresh = apply(frame, label, lambda xs: step(xs[0]), [base], ("reshape", key), key is not None)
     target._value = fresh._value
-    link_view(target, base, step, key, torch.is_grad_enabled())
+    link_view(target, base, step, key, tracked=True)
 
 
 def become(target: PlacedTensor, fresh: PlacedTensor) -> None:
@@ -163,10 +164,11 @@ def become(target: PlacedTensor, fresh: PlacedTensor) -> None:
 def convert(frame: Frame, tensor: torch.Tensor, label: str) -> PlacedTensor:
     """An ordinary tensor is changed in place by a placed one: from now on it is placed itself.
 
-    Every rank holds its value. When the step ends it is an ordinary tensor again, with the new value everywhere.
-    One that this microbatch didn't make may be shared by others, which take turns.
+    Every rank holds its value. One that this microbatch didn't make may be shared by others, which take turns; when
+    the step ends it is an ordinary tensor again, with the new value everywhere.
     """
-    if not frame.made(tensor):
+    made_here = frame.made(tensor)
+    if not made_here:
         frame.in_order(tensor)
         if type(tensor) is PlacedTensor:  # by a microbatch before this one
             return tensor
@@ -185,7 +187,8 @@ def convert(frame: Frame, tensor: torch.Tensor, label: str) -> PlacedTensor:
         tensor.fill_(float("nan"))  # whoever reads it in a way that can't be seen shall not find the old value
     tensor.__class__ = PlacedTensor
     adopt(tensor, value)
-    frame.converted.append(tensor)
+    if not made_here:
+        frame.converted.append(tensor)
     return tensor  # type: ignore[return-value]
 
 

@@ -35,6 +35,8 @@ def change(frame: Frame, func: Any, name: str, target: Any, args: tuple[Any, ...
         target = aliasing.convert(frame, target, name)
     if name == "requires_grad_" or name == "requires_grad.set":
         return _set_requires_grad(frame, target, *args[1:], **kwargs)
+    if name == "detach_":
+        return _detach(frame, target)
     if name in glue_rules.METADATA_IN_PLACE:
         return _change_shape(frame, name, target, args[1:], kwargs)
     if name == "data.set":
@@ -91,7 +93,8 @@ def _become(frame: Frame, target: Any, fresh: Any) -> None:
     """An empty tensor given as `out=` takes the shape of the result."""
     if type(target) is not PlacedTensor:
         target = aliasing.convert(frame, target, "out=")
-    aliasing.become(target, run(frame, torch.Tensor.to, (fresh, target._value.spec.dtype), {}))
+    copy = run(frame, torch.Tensor.clone, (fresh,), {})
+    aliasing.become(target, run(frame, torch.Tensor.to, (copy, target._value.spec.dtype), {}))
 
 
 def _change_shape(frame: Frame, name: str, target: PlacedTensor, rest: Any, kwargs: dict[str, Any]) -> PlacedTensor:
@@ -118,6 +121,18 @@ def _set_requires_grad(frame: Frame, target: PlacedTensor, requires_grad: bool =
             "requires_grad_(False) on an activation", where=frame.where("glue"), remedy="use detach()"
         )
     aliasing.become(target, frame.new_leaf(value))
+    return target
+
+
+def _detach(frame: Frame, target: PlacedTensor) -> PlacedTensor:
+    value = aliasing.resolve(frame, target)
+    if not value.spec.requires_grad:
+        return target
+    if target._parent is not None or aliasing.live_views(target):
+        raise UnsupportedOperationError(
+            "detach_() on a tensor that is a view or has views", where=frame.where("glue"), remedy="use detach()"
+        )
+    aliasing.become(target, frame.detached(value))
     return target
 
 

@@ -78,8 +78,7 @@ class Crossing:
         key = self._key()
         known = None if unit.dynamic else unit.cache.known(key, frame)
         if known is not None and known.unused:
-            kept = [k for k, number in enumerate(self.operands) if number not in known.unused]
-            self.operands, self.values = [self.operands[k] for k in kept], [self.values[k] for k in kept]
+            self._leave_out(known.unused)
         for value in self.values:
             frame.fetch(value, self.owner)
         leaves = None
@@ -98,9 +97,19 @@ class Crossing:
             outcome = known if known is not None else frame.announce(self.owner, None, once=once)
         if known is not None:
             outcome = known
-        elif not unit.dynamic:
-            unit.cache.told(key, frame, outcome)
+        else:
+            self._leave_out(outcome.unused)
+            if not unit.dynamic:
+                unit.cache.told(key, frame, outcome)
         return self._settle(outcome, leaves)
+
+    def _leave_out(self, unused: frozenset[int]) -> list[int]:
+        """Take arguments that nobody looks at from the operands; returns the positions of those that stay."""
+        kept = [k for k, number in enumerate(self.operands) if number not in unused]
+        if len(kept) < len(self.operands):
+            self.operands = [self.operands[k] for k in kept]
+            self.values = [self.values[k] for k in kept]
+        return kept
 
     def _key(self) -> Any:
         unit = self.unit
@@ -179,6 +188,7 @@ class Crossing:
         if wires is not None:
             unused = wires.untouched(given)
             wires.remove(given, made)
+            leaves[:] = [leaves[k] for k in self._leave_out(unused)]
         made.adopt(given, before.cells, before.opaques)
         made.reread()
         root = made.describe(self.result)
@@ -190,7 +200,8 @@ class Crossing:
                 mutated.append((number, len(made.tensors)))
                 made.tensors.append(given[number])
         self._check_opaques()
-        specs, views, depends = [], [], []
+        specs, depends = [], []
+        views: list[View | None] = []
         for tensor in made.tensors[num_given:]:
             self._check_layout(tensor)
             specs.append(spec_of(tensor))
@@ -304,7 +315,7 @@ def _view_of(tensor: torch.Tensor, others: list[torch.Tensor]) -> View | None:
     for number, other in enumerate(others):
         if type(other) is not PlacedTensor and other.layout == torch.strided:
             if other.untyped_storage()._cdata == storage:
-                return View(number, tensor.storage_offset() - other.storage_offset())
+                return View(number, int(tensor.storage_offset() - other.storage_offset()))
     return None
 
 

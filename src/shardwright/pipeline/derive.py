@@ -7,6 +7,7 @@ gives bf16. Results are cached by the caller; this module only computes.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +47,16 @@ class ChangesOperandError(Exception):
     """The op writes to an operand."""
 
 
+class NotDenseError(Exception):
+    """The op returns a tensor that is not an array in memory (sparse, nested): it can't be sent or described."""
+
+
 class CannotDeriveError(Exception):
     """The op's result depends on values, or has no fake version: its holder must tell."""
 
 
 _mode: FakeTensorMode | None = None
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def fake_mode() -> FakeTensorMode:
@@ -64,11 +70,12 @@ def fake_mode() -> FakeTensorMode:
 def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: torch.device) -> Outcome:
     """Run `run` on fake operands of these specs and describe what comes out.
 
-    Raises: ChangesOperandError; CannotDeriveError for whatever else: the real run on the holder then tells, or raises
-        the real error.
+    Raises: ChangesOperandError; NotDenseError; CannotDeriveError for whatever else: the real run on the holder then
+        tells, or raises the real error.
     """
     state = torch.get_rng_state()
     mode = fake_mode()
+    quiet, _fake_log.disabled = _fake_log.disabled, True  # what can't be derived is no error
     try:
         with mode:
             fakes = [
@@ -80,19 +87,23 @@ def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: to
             if versions != [f._version for f in fakes]:
                 raise ChangesOperandError
         return describe(result, fakes)
-    except ChangesOperandError:
+    except (ChangesOperandError, NotDenseError):
         raise
     except Exception as error:
         raise CannotDeriveError(str(error)) from error
     finally:
+        _fake_log.disabled = quiet
         torch.set_rng_state(state)
 
 
 def describe(result: Any, operands: Sequence[torch.Tensor]) -> Outcome:
-    """Describe the result of a run on `operands` (fake ones, or the leaves of a real run)."""
+    """Describe the result of a run on `operands` (fake ones, or the leaves of a real run). Raises: NotDenseError."""
     walker = Walker()
     root = walker.describe(result)
     tensors = walker.tensors
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise NotDenseError(str(tensor.layout))
     return Outcome(
         walker.skeleton(root),
         tuple(spec_of(t) for t in tensors),

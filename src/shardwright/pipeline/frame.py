@@ -13,7 +13,7 @@ import torch
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline import messages, shared
-from shardwright.pipeline.placed import PlacedTensor, Value, native
+from shardwright.pipeline.placed import PlacedTensor, Value, glue_off, native
 from shardwright.pipeline.schedule import Event, strays
 from shardwright.pipeline.spec import Spec, carries_grad, contiguous_stride, for_wire, spec_of, wire_stride
 from shardwright.pipeline.streams import Streams, torch_forked
@@ -36,6 +36,9 @@ class Turns(Protocol):
 
     def wait_turn(self, frame: Frame) -> None:
         """Set this microbatch aside; returns when it is chosen again."""
+
+    def in_order(self, frame: Frame) -> None:
+        """Set this microbatch aside until those before it are as far."""
 
     def forward_done(self, frame: Frame) -> None:
         """Called once, before the first backward; returns when backward may begin."""
@@ -78,7 +81,7 @@ class Frame:
         self.rank = runtime.rank
         self.device = runtime.device
         self.seed = rng.derive_seed(seed, index)
-        self.streams = Streams(self.seed)
+        self.streams = Streams(self.seed, runtime.overlay, index)
         self.tape = Tape()
         self.program: list[Event] = []
         self.calls: list[Call] = []
@@ -101,9 +104,12 @@ class Frame:
 
     def note(self, event: Event) -> None:
         """Enter an event into the program; called before what it stands for."""
-        if strays(event, len(self.program), self._expected):
-            self.strayed = True
+        stray = not self.strayed and strays(event, len(self.program), self._expected)
         self.program.append(event)
+        if stray:
+            self.strayed = True
+            with context.own_view():
+                self._turns.wait_turn(self)
 
     # ------------------------------------------------------------------ values
 
@@ -193,9 +199,11 @@ class Frame:
 
     def in_order(self, thing: Any) -> None:
         """Before this microbatch uses what others use too: let those before it come as far (see `shared`)."""
-        self.note(Event("tell", 0))  # such waits need the order in which nothing can deadlock
-        while not self.uses.is_turn(self.index):
-            self.yield_turn()
+        if self.uses.is_last(self, thing):
+            return
+        self.note(Event("order"))
+        with context.own_view():
+            self._turns.in_order(self)
         self.uses.note(self, thing)
 
     def new_leaf(self, value: Value) -> PlacedTensor:
@@ -203,18 +211,22 @@ class Frame:
         spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, True)
         leaf = self.new_value(spec, value.holder, value.tensor)
         leaf.copies = set(value.copies)
-        self.tape.record(
-            Entry("leaf", leaf.holder, (), (leaf.id,), ((),), sink=lambda gradient: None), [leaf]
-        )
+        self.tape.record(Entry("leaf", leaf.holder, (), (leaf.id,), ((),), sink=lambda gradient: None), [leaf])
         return PlacedTensor.of(leaf)
+
+    def detached(self, value: Value) -> PlacedTensor:
+        """The same value, not requiring grad from here on."""
+        spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, False)
+        cut = self.new_value(spec, value.holder, value.tensor)
+        cut.copies = set(value.copies)
+        return PlacedTensor.of(cut)
 
     def adopt_foreign(self, placed: PlacedTensor) -> Value:
         """A value of another microbatch that Python kept: usable as a constant."""
         old = placed._value
         if old.spec.requires_grad:
             raise UnsupportedOperationError(
-                f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch"
-                f" {self.index}",
+                f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch {self.index}",
                 where=self.where("glue"),
                 remedy="detach() what is kept from one microbatch to the next",
             )
@@ -232,14 +244,14 @@ class Frame:
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run real code on this rank on detached leaves and on derived random streams; (result, leaves)."""
         leaves = []
-        for value in inputs:
-            assert value.tensor is not None
-            leaf = value.tensor.detach()
-            if value.spec.requires_grad:
-                leaf.requires_grad_(True)
-            leaves.append(leaf)
         seed = rng.derive_seed(self.seed, len(self.calls))
         with native(), context.own_view(), (streams or torch_forked)(seed):
+            for value in inputs:
+                assert value.tensor is not None
+                leaf = value.tensor.detach()
+                if value.spec.requires_grad:
+                    leaf.requires_grad_(True)
+                leaves.append(leaf)
             result = run(leaves)
         return result, leaves
 
@@ -255,10 +267,9 @@ class Frame:
         unit: Unit | None = None,
     ) -> list[Value]:
         """Enter a call that was made: its result values, and its entry if a gradient can flow through it."""
-        values = []
-        for i, spec in enumerate(outputs):
-            tensor = None if results is None else results[i].detach()
-            values.append(self.new_value(spec, owner, tensor))
+        with glue_off():
+            kept = [None] * len(outputs) if results is None else [t.detach() for t in results]
+        values = [self.new_value(spec, owner, tensor) for spec, tensor in zip(outputs, kept, strict=True)]
         self.calls.append(Call(label, owner, tuple(outputs)))
         self.note(Event("call", owner, cost=self.runtime.cost.get(label, 0.0)))
         if any(spec.requires_grad for spec in outputs):
@@ -272,10 +283,11 @@ class Frame:
                 tuple(tuple(place[p] for p in d if p in place) for d in depends),
             )
             if results is not None and leaves is not None:
-                if unit is not None:
-                    self._share(entry, unit)
-                entry.leaves = [leaves[p] for p in positions]
-                entry.roots = [_root(t) for t in results]
+                with glue_off():
+                    if unit is not None:
+                        self._share(entry, unit)
+                    entry.leaves = [leaves[p] for p in positions]
+                    entry.roots = [_root(t) for t in results]
             self.tape.record(entry, values)
         return values
 
@@ -283,11 +295,10 @@ class Frame:
         """Mark the parameters that this call has in common with other calls of the microbatch."""
         earlier = self._unit_entries.setdefault(unit.name, [])
         earlier.append(entry)
-        if len(earlier) > 1:
-            for one in earlier:
-                one.shared = unit.trainable
-        else:
+        if len(earlier) == 1:
             entry.shared = unit.tied
+        else:
+            earlier[0].shared = entry.shared = unit.trainable
 
     # ------------------------------------------------------------------ backward
 
@@ -364,11 +375,6 @@ class Frame:
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=self.device)
         return self.runtime.wire.receive(buffer, source, self.index)
 
-    def yield_turn(self) -> None:
-        """Let other microbatches go on."""
-        with context.own_view():
-            self._turns.wait_turn(self)
-
     def wait(self, handle: Handle) -> Any:
         with context.own_view():
             self._turns.wait_turn(self)
@@ -378,6 +384,16 @@ class Frame:
         """A rank that has sent something had received all that was sent to it before that: let go of it."""
         for handle in self._sent.pop(rank, ()):
             handle.wait()
+
+    def release(self) -> None:
+        """The step is over: let go of everything, so that nothing of it waits for Python's garbage collector."""
+        self.tape = Tape()
+        self._leaves.clear()
+        self._script_leaves.clear()
+        self._unit_entries.clear()
+        self.converted.clear()
+        self.told.clear()
+        del self._turns
 
     def settle_sends(self) -> None:
         """Wait until everything this microbatch sent has arrived; called when all ranks are at the end of the
@@ -399,9 +415,7 @@ class Frame:
             return told
         others = [r for r in range(self.runtime.size) if r != holder]
         for rank in others:
-            self._sent.setdefault(rank, []).extend(
-                messages.send_value(self.runtime.wire, payload, [rank], self.index)
-            )
+            self._sent.setdefault(rank, []).extend(messages.send_value(self.runtime.wire, payload, [rank], self.index))
         return payload
 
     # ------------------------------------------------------------------ words

@@ -12,6 +12,7 @@ A function mode sees every call that the step body and the forwards of split mod
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline import aliasing, glue_rules
-from shardwright.pipeline.derive import CannotDeriveError, ChangesOperandError, Outcome, derive, describe
+from shardwright.pipeline.derive import CannotDeriveError, ChangesOperandError, NotDenseError, Outcome, derive, describe
 from shardwright.pipeline.operands import Keyed, gather, lift, swap, tensors_of
-from shardwright.pipeline.placed import PlacedTensor, Value, current_frame, native
+from shardwright.pipeline.placed import PlacedTensor, Value, current_frame, glue_off
 from shardwright.pipeline.spec import ambient_key, carries_grad, spec_of
 from shardwright.transport.structure import Builder
 
@@ -44,7 +45,7 @@ class GlueMode(TorchFunctionMode):
         return run(frame, func, args, kwargs or {})
 
 
-native.glue_mode = GlueMode
+glue_off.mode = GlueMode
 
 
 def run(frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,6 +76,8 @@ def run(frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         remedy = "draw from the default generator, which is the same on all ranks"
     if peek_interpreter_stack() is not None:
         remedy = "use torch.func and vmap inside one module, or on tensors that don't come from the model"
+    if glue_rules.keeps_statistics(func, args, kwargs):
+        remedy = "use the nn.Module of it: it changes its running statistics, which have one owner"
     if remedy is not None:
         raise UnsupportedOperationError(
             f"'{name}' on a tensor that is placed on a pipeline stage", where=frame.where("glue"), remedy=remedy
@@ -138,7 +141,7 @@ def call(frame: Frame, func: Any, name: str, args: tuple[Any, ...], kwargs: dict
         return result
 
     key = (func, keyed.key)
-    return apply(frame, name, run_with, operands, key, keyed.cacheable, values_only=name in glue_rules.VALUE_OPS)
+    return apply(frame, name, run_with, operands, key, keyed.cacheable, values_only=glue_rules.tells_value(func, name))
 
 
 def apply(
@@ -164,7 +167,12 @@ def apply(
     tensors = leaves = None
     if frame.rank == owner:
         before = _versions(values)
-        result, leaves = frame.run_here(run_with, values, streams)
+        try:
+            result, leaves = frame.run_here(run_with, values, streams)
+        except Exception as error:
+            if outcome is None:
+                frame.announce(owner, _Raised(error))  # the script may catch it, on all ranks alike
+            raise
         if _versions(values) != before:
             raise _changes_operand(frame, name)
         if outcome is None:
@@ -175,6 +183,8 @@ def apply(
         tensors = tensors_of(result)
     elif outcome is None:
         outcome = frame.announce(owner, None)
+    if isinstance(outcome, _Raised):
+        raise outcome.error
     if isinstance(outcome, _Opaque):
         frame.record(name, owner, values, (), (), None, None)
         return outcome.value
@@ -218,6 +228,8 @@ def _outcome(
             outcome = None
     except ChangesOperandError:
         raise _changes_operand(frame, name) from None
+    except NotDenseError as error:
+        raise _not_dense(frame, name, error) from None
     except CannotDeriveError:
         outcome = None
     if full_key is not None:
@@ -270,19 +282,25 @@ class _Opaque:
         self.value = value
 
 
+class _Raised:
+    """The error that an op ended with."""
+
+    def __init__(self, error: Exception) -> None:
+        try:
+            self.error: Exception = pickle.loads(pickle.dumps(error))
+        except Exception:
+            self.error = RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def _describe(frame: Frame, name: str, result: Any, leaves: Sequence[torch.Tensor]) -> Any:
     """The outcome to announce: a description of tensors, or a Python value."""
-    tensors = tensors_of(result)
-    if any(t.layout is not torch.strided for t in tensors):
-        raise UnsupportedOperationError(
-            f"'{name}' returned a tensor of layout {tensors[0].layout}",
-            where=frame.where("glue"),
-            remedy="use sparse tensors inside one module, and return dense ones",
-        )
-    outcome = describe(result, leaves)
+    try:
+        outcome = describe(result, leaves)
+    except NotDenseError as error:
+        raise _not_dense(frame, name, error) from None
     if outcome.skeleton.opaque is None:
         return outcome
-    if tensors:
+    if tensors_of(result):
         raise UnsupportedOperationError(
             f"'{name}' returned a {type(result).__name__} that holds tensors in a form that can't be seen",
             where=frame.where("glue"),
@@ -313,4 +331,12 @@ def _changes_operand(frame: Frame, name: str) -> UnsupportedOperationError:
         f"'{name}' changes an operand in place in a way that can't be followed",
         where=frame.where("glue"),
         remedy="clone() the operand inside it, or put it into an nn.Module that runs on one stage",
+    )
+
+
+def _not_dense(frame: Frame, name: str, error: NotDenseError) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        f"'{name}' returned a tensor of layout {error}",
+        where=frame.where("glue"),
+        remedy="use such tensors inside one module, and return dense ones",
     )

@@ -22,7 +22,8 @@ def name_of(func: Any) -> str:
     if name is None:
         name = getattr(func, "__name__", type(func).__name__)
         if name in ("__get__", "__set__", "__delete__"):
-            name = f"{func.__self__.__name__}.{name.strip('_')}"
+            owner = func.__self__
+            name = f"{getattr(owner, 'fget', owner).__name__}.{name.strip('_')}"
         elif name.startswith("__") and name.endswith("__"):
             name = name.strip("_")
         _names[func] = name
@@ -42,7 +43,12 @@ def _size(frame: Any, spec: Spec, dim: int | None = None) -> Any:
     return torch.Size(spec.shape) if dim is None else spec.shape[dim]
 
 
+def _no_interface(frame: Any, spec: Spec) -> Any:
+    raise AttributeError("a tensor that is placed on a pipeline stage has no array interface")
+
+
 META: dict[Any, Answer] = {
+    Tensor.__cuda_array_interface__.__get__: _no_interface,  # type: ignore[attr-defined]
     Tensor.shape.__get__: lambda frame, spec: torch.Size(spec.shape),  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.dtype.__get__: lambda frame, spec: spec.dtype,  # type: ignore[attr-defined]
@@ -54,13 +60,13 @@ META: dict[Any, Answer] = {
     Tensor.nelement: lambda frame, spec: spec.numel,
     torch.numel: lambda frame, spec: spec.numel,
     Tensor.is_leaf.__get__: lambda frame, spec: not spec.requires_grad,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: lambda frame, spec: None,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: lambda frame, spec: None,  # type: ignore[attr-defined, union-attr]
     Tensor.get_device: lambda frame, spec: -1 if frame.device.type == "cpu" else frame.device.index,
     Tensor.is_cuda.__get__: lambda frame, spec: frame.device.type == "cuda",  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda frame, spec: frame.device.type == "cpu",  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: lambda frame, spec: False,  # type: ignore[attr-defined]
     Tensor.__len__: lambda frame, spec: spec.shape[0],
-    Tensor.grad_fn.__get__: lambda frame, spec: GRAD_FN if spec.requires_grad else None,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: lambda frame, spec: _grad_fn(spec),  # type: ignore[attr-defined, union-attr]
     Tensor._version.__get__: lambda frame, spec: 0,  # type: ignore[attr-defined]
 }
 DEVICE_GETTERS = {
@@ -95,6 +101,11 @@ class _GradFn:
 
 GRAD_FN = _GradFn()
 
+
+def _grad_fn(spec: Spec) -> _GradFn | None:
+    return GRAD_FN if spec.requires_grad else None
+
+
 # ---------------------------------------------------------------------- what is refused, and the remedy
 
 REFUSED = {
@@ -126,6 +137,15 @@ VALUE_OPS = {
     "item", "tolist", "numpy", "array", "bool", "int", "float", "complex", "index", "repr", "str", "format", "contains",
     "equal", "allclose", "is_nonzero",
 }  # fmt: skip
+
+# Tensor functions that share their name with a conversion to a Python number.
+_NOT_VALUE_OPS = {Tensor.float, Tensor.int, Tensor.bool, torch.complex}
+
+
+def tells_value(func: Any, name: str) -> bool:
+    """Does Python see a value that comes out of this function?"""
+    return name in VALUE_OPS and func not in _NOT_VALUE_OPS
+
 
 # Reading or setting these on a parameter concerns the parameter object itself, on each rank.
 PLAIN_ON_PARAMETERS = {"grad.get", "grad.set", "requires_grad.get", "is_leaf.get", "data_ptr", "zero_grad", "untyped_storage"}
@@ -219,6 +239,19 @@ def in_place_target(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
         flag = kwargs.get("inplace", args[position] if len(args) > position else False)
         return args[0] if flag and args else kwargs.get("input") if flag else None
     return None
+
+
+_STATISTICS = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
+
+
+def keeps_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does this call write to the running statistics that it was given? Torch doesn't count it as a change."""
+    flag = _STATISTICS.get(func)
+    if flag is None:
+        return False
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    return bool(given.arguments[flag]) and given.arguments["running_mean"] is not None
 
 
 def plain_indices(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,13 +1,15 @@
 """Calls that bypass torch functions, caught while a step over several stages runs.
 
 `autograd.Function.apply` on placed tensors becomes one glue call that runs natively, with its `ctx`, on the rank that
-holds the data. `torch.utils.checkpoint` around glue becomes checkpointing of every unit called inside: nothing
-re-enters a transfer during backward. `torch.autograd.backward` is refused by name (`grad` is a torch function, and
-is refused in `glue_rules`).
+holds the data; so does a function compiled by `torch.jit`. `torch.utils.checkpoint` around glue becomes checkpointing of
+every unit called inside: nothing re-enters a transfer during backward. `torch.autograd.backward` is refused by name
+(`grad` is a torch function, and is refused in `glue_rules`). A compiled function called in glue runs as it was written,
+as glue; inside units it stays compiled. An assignment to a module's attribute counts for its microbatch (`overlay`).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.autograd import Function
 from torch.overrides import handle_torch_function
 
@@ -26,7 +29,11 @@ _depth = 0
 _apply: Any = Function.__dict__["apply"]
 _plain_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _plain_backward: Callable[..., Any] = torch.autograd.backward
-_as_functions: dict[type, Callable[..., Any]] = {}
+_plain_setattr: Any = nn.Module.__setattr__
+_plain_compile: Callable[..., Any] = torch.compile
+_plain_callback: Callable[..., Any] | None = None
+_plain_script: Callable[..., Any] = torch._C.ScriptFunction.__call__
+_as_functions: dict[Any, Callable[..., Any]] = {}
 
 
 @contextmanager
@@ -37,8 +44,12 @@ def installed() -> Iterator[None]:
         _depth += 1
         if _depth == 1:
             Function.apply = classmethod(_apply_in_glue)  # type: ignore[method-assign, assignment]
-            torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue
+            torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue  # type: ignore[assignment]
             torch.autograd.backward = _backward_in_glue
+            nn.Module.__setattr__ = _setattr_in_glue  # type: ignore[method-assign, assignment]
+            torch.compile = _compile_in_step
+            torch._C.ScriptFunction.__call__ = _script_in_glue  # type: ignore[method-assign, assignment]
+            _watch_compiled()
     try:
         yield
     finally:
@@ -48,6 +59,18 @@ def installed() -> Iterator[None]:
                 Function.apply = _apply  # type: ignore[method-assign]
                 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _plain_generator
                 torch.autograd.backward = _plain_backward
+                nn.Module.__setattr__ = _plain_setattr  # type: ignore[method-assign]
+                torch.compile = _plain_compile
+                torch._C.ScriptFunction.__call__ = _plain_script  # type: ignore[method-assign]
+                _unwatch_compiled()
+
+
+def _setattr_in_glue(module: nn.Module, name: str, value: Any) -> None:
+    frame = current_frame()
+    if frame is None or name in module._buffers:  # buffers are kept in order by `shared`
+        _plain_setattr(module, name, value)
+    else:
+        frame.runtime.overlay.assign(frame.index, module, name, value, _plain_setattr)
 
 
 def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -61,19 +84,26 @@ def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:
             return function(*inputs)
         finally:
             frame.checkpointing -= 1
-    return handle_torch_function(_as_function(cls), (), *args, **kwargs)
+    function = _as_function(cls, f"{cls.__name__}.apply", _apply.__func__)
+    return handle_torch_function(function, (), *args, **kwargs)
 
 
-def _as_function(cls: type) -> Callable[..., Any]:
-    """`cls.apply` as one function object per class, with the class's name."""
-    known = _as_functions.get(cls)
+def _script_in_glue(script: Any, *args: Any, **kwargs: Any) -> Any:
+    if current_frame() is None:
+        return _plain_script(script, *args, **kwargs)
+    return handle_torch_function(_as_function(script, script.name, _plain_script), (), *args, **kwargs)
+
+
+def _as_function(owner: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(owner, ...)` as one function object per owner, so that outcomes can be kept by it."""
+    known = _as_functions.get(owner)
     if known is None:
 
-        def apply(*args: Any, **kwargs: Any) -> Any:
-            return _apply.__func__(cls, *args, **kwargs)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return call(owner, *args, **kwargs)
 
-        apply.__name__ = f"{cls.__name__}.apply"
-        known = _as_functions[cls] = apply
+        function.__name__ = name
+        known = _as_functions[owner] = function
     return known
 
 
@@ -97,3 +127,31 @@ def _backward_in_glue(tensors: Any, *args: Any, **kwargs: Any) -> None:
             remedy="call model.backward(loss) inside the step function",
         )
     _plain_backward(tensors, *args, **kwargs)
+
+
+def _watch_compiled() -> None:
+    """Catch calls of compiled functions, if there can be any: torch imports what runs them with the first one."""
+    global _plain_callback
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and hasattr(dynamo, "_callback_from_stance") and _plain_callback is None:
+        _plain_callback = dynamo._callback_from_stance
+        dynamo._callback_from_stance = _callback_in_step  # type: ignore[attr-defined]
+
+
+def _unwatch_compiled() -> None:
+    global _plain_callback
+    if _plain_callback is not None:
+        sys.modules["torch._dynamo.eval_frame"]._callback_from_stance = _plain_callback  # type: ignore[attr-defined]
+        _plain_callback = None
+
+
+def _callback_in_step(callback: Any) -> Any:
+    """What a compiled function that is being called runs with: None stands for no compiler."""
+    assert _plain_callback is not None
+    return _plain_callback(callback) if current_frame() is None else None
+
+
+def _compile_in_step(*args: Any, **kwargs: Any) -> Any:
+    compiled = _plain_compile(*args, **kwargs)
+    _watch_compiled()
+    return compiled

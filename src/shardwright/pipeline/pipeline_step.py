@@ -109,6 +109,8 @@ class PipelineSteps:
             raise
         runtime.learn()
         self._learn(tables, key, executor.frames)
+        for frame in executor.frames:
+            frame.release()
         sizes = [m.num_samples for m in microbatches]
         return results, None if any(s is None for s in sizes) else [s for s in sizes if s is not None]
 
@@ -128,9 +130,7 @@ class PipelineSteps:
         if table is not None:
             return Order(count, turns=table.turns[rank], gated=gated)
         active = context.world().config.active_microbatches
-        return Order(
-            count, limit=cautious_limit(self._kind, count, active, rank, self.runtime.size), gated=gated
-        )
+        return Order(count, limit=cautious_limit(self._kind, count, active, rank, self.runtime.size), gated=gated)
 
     def _learn(self, tables: dict[Any, Timetable], key: Any, frames: Sequence[Frame]) -> None:
         """Plan the next step of this kind, if its program is the same for all microbatches."""
@@ -145,6 +145,7 @@ class PipelineSteps:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need
         them."""
         runtime = self.runtime
+        runtime.overlay.settle()
         for frame in sorted(frames, key=lambda f: f.index):
             for tensor in frame.converted:
                 aliasing.restore(tensor, _everywhere(runtime, tensor._value))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,6 +23,7 @@ from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline.spec import Spec
 
 if TYPE_CHECKING:
+    from shardwright.pipeline.aliasing import Make
     from shardwright.pipeline.frame import Frame
 
 
@@ -57,7 +57,7 @@ class PlacedTensor(torch.Tensor):
     _value: Value
     # A view: the object it is a view of, how it was made, and the parent's version when it was last read.
     _parent: PlacedTensor | None
-    _make: Callable[[Any], Any] | None
+    _make: Make | None
     _parent_version: int
     # Counts in-place changes of this object.
     _version_count: int
@@ -83,7 +83,9 @@ class PlacedTensor(torch.Tensor):
         raise _misplaced(getattr(func, "__name__", str(func)))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise _misplaced(str(func))
 
     def __hash__(self) -> int:
@@ -130,27 +132,36 @@ def enter_frame(frame: Frame | None) -> None:
     _local.frame = frame
 
 
-class native:
-    """While open, this thread runs real code on real tensors: units and ops on the rank that owns them.
+class glue_off:
+    """While open, this thread's calls go straight to torch: for real code, and for our own between its calls."""
 
-    The glue mode is taken off, so that real code doesn't pay for it.
-    """
+    __slots__ = ("_mode",)
 
-    __slots__ = ("_before", "_mode")
+    mode: ClassVar[type | None] = None
 
-    glue_mode: ClassVar[type | None] = None
+    def __enter__(self) -> None:
+        depth = _len_torch_function_stack()
+        on_top = depth > 0 and type(_get_function_stack_at(depth - 1)) is glue_off.mode
+        self._mode = _pop_torch_function_stack() if on_top else None
+
+    def __exit__(self, *exc: object) -> None:
+        if self._mode is not None:
+            _push_on_torch_function_stack(self._mode)
+
+
+class native(glue_off):
+    """While open, this thread runs real code on real tensors: units and ops on the rank that owns them."""
+
+    __slots__ = ("_before",)
 
     def __enter__(self) -> None:
         self._before = _local.native
         _local.native = True
-        depth = _len_torch_function_stack()
-        on_top = depth > 0 and type(_get_function_stack_at(depth - 1)) is native.glue_mode
-        self._mode = _pop_torch_function_stack() if on_top else None
+        super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         _local.native = self._before
-        if self._mode is not None:
-            _push_on_torch_function_stack(self._mode)
+        super().__exit__(*exc)
 
 
 _ALWAYS_ALLOWED = {torch.Tensor.__hash__}

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwright.pipeline.overlay import Overlay
+
 
 class Wire(Protocol):
     """Ordered messages between the ranks of the pipeline group; `to` and `source` are pp ranks.
@@ -48,6 +50,7 @@ class Runtime:
     module_names: name by id of every module of the model.   num_steps: steps begun.
     glue_cache: outcomes of glue ops by key.
     own: by id, the objects among this step's inputs that each rank has itself (see `inputs`).
+    overlay: attributes of modules that this step's glue assigned.
     news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
     tied: ids of parameters that several modules have.
     gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
@@ -64,6 +67,7 @@ class Runtime:
     num_steps: int = 0
     units: list[Any] = field(default_factory=list)
     own: dict[int, Any] = field(default_factory=dict)
+    overlay: Overlay = field(default_factory=Overlay)
     news: list[tuple[Any, Any, Any]] = field(default_factory=list)
     tied: set[int] = field(default_factory=set)
     gradient_arrived: Callable[[torch.nn.Parameter], None] = lambda parameter: None
@@ -92,6 +96,7 @@ class Runtime:
 
     def forget(self) -> None:
         """A step failed: ranks may have got differently far in it."""
+        self.overlay.undo()
         self.news.clear()
 
     def refresh_buffers(self, homes: Iterable[tuple[str, torch.nn.Module, str]]) -> None:

@@ -18,23 +18,14 @@ if TYPE_CHECKING:
 
 
 class SharedUses:
-    """How far each microbatch of a step is on this rank, and which was the last to use each shared object."""
+    """Which microbatch of a step was the last to use each shared object, on this rank."""
 
     def __init__(self) -> None:
-        self._past_forward: set[int] = set()
-        self._ended: set[int] = set()
         self._last: dict[int, tuple[int, Any]] = {}
 
-    def forward_ends(self, index: int) -> None:
-        self._past_forward.add(index)
-
-    def ends(self, index: int) -> None:
-        self._ended.add(index)
-
-    def is_turn(self, index: int) -> bool:
-        """Are all earlier microbatches as far as this one?"""
-        through = self._ended if index in self._past_forward else self._ended | self._past_forward
-        return through.issuperset(range(index))
+    def is_last(self, frame: Frame, thing: Any) -> bool:
+        """Has this microbatch used `thing` before, and no one since?"""
+        return self._last.get(id(thing), (-1, None))[0] == frame.index
 
     def note(self, frame: Frame, thing: Any) -> None:
         """Remember that a microbatch uses `thing`. Raises if a later one did already."""
@@ -50,14 +41,26 @@ class SharedUses:
 
 
 def resolve_foreign(frame: Frame, placed: PlacedTensor) -> Any:
-    """A tensor of another microbatch, in the state in which that one left it: the object to read."""
+    """A tensor of another microbatch, in the state in which that one left it: the object to read.
+
+    Raises if it comes from a later microbatch of the step: something kept outside was overwritten meanwhile.
+    """
+    other = placed._value.frame
+    if other.uses is frame.uses and other.index > frame.index:
+        raise UnsupportedOperationError(
+            f"microbatch {frame.index} found a tensor of microbatch {other.index} where its own was kept (an attribute of"
+            " a module, a global): microbatches are in flight together",
+            where=frame.where("glue"),
+            remedy="pass tensors on as arguments and results",
+        )
     buffer = _buffer_at(frame.runtime, placed)
     frame.in_order(placed if buffer is None else buffer)
     if buffer is not None and buffer.home is not None:
         now = buffer.home[0]._buffers.get(buffer.home[1])
         if type(now) is PlacedTensor and now._value.frame is not frame:
             return now
-    return placed
+    newest = frame.runtime.overlay.newest(frame.index, placed)
+    return newest if type(newest) is PlacedTensor else placed
 
 
 def _buffer_at(runtime: Runtime, placed: PlacedTensor) -> Registered | None:
@@ -95,4 +98,4 @@ def step_ends(runtime: Runtime) -> list[Registered]:
             entry.changed = False
         else:
             entry.steady.add(module.training)
-    return assigned
+    return sorted(assigned, key=lambda entry: entry.name)

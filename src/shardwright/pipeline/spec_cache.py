@@ -86,10 +86,6 @@ class SpecCache:
         self._runtime = runtime
         self._known: dict[Any, UnitOutcome] = {}
 
-    def clear(self) -> None:
-        """Forget all outcomes. Called on every rank alike, between steps."""
-        self._known.clear()
-
     def known(self, key: Any, frame: Frame) -> UnitOutcome | None:
         """The outcome of this kind of call, or None if its owner announces it now; the same on all ranks."""
         found = self._known.get(key)
@@ -113,8 +109,9 @@ class SpecCache:
         if len(self._known) > _MOST_KINDS:
             self._known = news
 
-    def __len__(self) -> int:
-        return len(self._known)
+    def clear(self) -> None:
+        """Forget all, on every rank at the same point: the module was changed."""
+        self._known = {}
 
 
 structural: list[Callable[[type], bool]] = []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from shardwright.pipeline.overlay import Overlay
 from shardwright.topology import rng
 
 
@@ -39,21 +40,24 @@ class torch_forked:
 
 
 class Streams:
-    """Process-wide state of one microbatch's glue: its generators, and settings that its code may have
-    changed.
+    """Process-wide state of one microbatch's glue: its generators, settings that its code may have changed, and
+    attributes of modules that it assigned.
 
     In order: `begin` when the microbatch starts, then `leave` and `enter` around every wait. The caller of
     the step leaves before the first microbatch begins, and enters after the last one.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, overlay: Overlay | None = None, microbatch: int = 0) -> None:
         self._seed = seed
+        self._overlay = overlay
+        self._microbatch = microbatch
         self._state: rng.RngState | None = None
         self._settings: tuple[Any, ...] = ()
 
     def begin(self, caller: Streams) -> None:
         rng.seed_all(self._seed)
         _apply(caller._settings)
+        self._show()
 
     def leave(self) -> None:
         self._state = rng.capture()
@@ -63,6 +67,11 @@ class Streams:
         assert self._state is not None
         rng.restore(self._state)
         _apply(self._settings)
+        self._show()
+
+    def _show(self) -> None:
+        if self._overlay is not None:
+            self._overlay.show(self._microbatch)
 
 
 def _settings() -> tuple[Any, ...]:

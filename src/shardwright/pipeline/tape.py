@@ -27,7 +27,8 @@ class Entry:
     inputs: ids of the values that require grad, in order.   outputs: ids of all results.
     depends: per output, the positions in `inputs` that its gradient reaches.
     leaves, roots: on the owner, the detached inputs and the results' places in the autograd graph.
-    sink: for leaves of the tape (parameters, step inputs): what to do with the gradient, on the owner.
+    sink: for leaves of the tape (parameters, step inputs): what to do with the gradient, on the owner. Nothing is
+        freed there, so several backwards may come to it.
     shared: on the owner, parameters that other entries of this microbatch use too (see `_Partials`).
     """
 
@@ -98,7 +99,7 @@ class Tape:
         """
         walk, wanted = self.reached_by([value.id for value, _ in roots])
         for index in walk:
-            if self.entries[index].used:
+            if self.entries[index].used and self.entries[index].sink is None:
                 raise PipelineError(
                     "model.backward() reached a part of the microbatch's graph for the second time"
                     f" (entry {index}, '{self.entries[index].label}'), and its buffers are freed",
@@ -152,9 +153,7 @@ class Tape:
                 elif entry.owner == me:
                     _accumulate(gradients, value, mover.receive_gradient(self.specs[value], rank))
 
-    def _run(
-        self, entry: Entry, gradients: dict[int, torch.Tensor], mover: Mover, partials: _Partials
-    ) -> None:
+    def _run(self, entry: Entry, gradients: dict[int, torch.Tensor], mover: Mover, partials: _Partials) -> None:
         found = [(i, gradients.pop(v)) for i, v in enumerate(entry.outputs) if v in gradients]
         if not found:
             return

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
+from torch._C import _len_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 _Result = TypeVar("_Result")
@@ -22,8 +23,7 @@ class ThreadState:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -51,10 +51,16 @@ class ThreadState:
         if self._saved_tensors_hooks is not None:
             torch._C._autograd._push_saved_tensors_default_hooks(*self._saved_tensors_hooks)
             stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+        stack.callback(_pop_modes_down_to, _len_torch_function_stack())
         for mode in self._modes:
             # Not by `with mode`: some modes keep what they found in themselves, and they are entered already.
             _push_mode(mode)
-            stack.callback(_pop_mode)
         if self._cuda_stream is not None:
             stack.enter_context(torch.cuda.stream(self._cuda_stream))  # of its device, too
         return stack
+
+
+def _pop_modes_down_to(number: int) -> None:
+    """Remove function modes from this thread, and those that were left behind."""
+    while _len_torch_function_stack() > number:
+        _pop_mode()

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -124,7 +123,7 @@ class Unit:
         return call_unit(frame, self, self._call, args, kwargs)
 
     def _demand_owner(self) -> None:
-        if self.runtime.rank != self.owner:
+        if self.has_state and self.runtime.rank != self.owner:
             raise UsageError(
                 f"module '{self.name}' was called outside a step on pipeline rank {self.runtime.rank}, but lives on"
                 f" pipeline rank {self.owner}",
@@ -169,7 +168,9 @@ def _is_hooked(attributes: dict[str, Any]) -> bool:
     """Has this module forward hooks, or a forward of its own, that Python code may be looking at?"""
     forward = attributes.get("forward")
     if forward is not None and not isinstance(forward, _ForwardBorder):
-        return True
+        plain = getattr(type(getattr(forward, "__self__", None)), "forward", None)
+        if getattr(forward, "__func__", forward) is not plain:  # a patch that was taken back leaves the method itself
+            return True
     for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
         if hooks and not all(any(test(hook) for test in harmless_hooks) for hook in hooks.values()):
             return True

@@ -114,10 +114,10 @@ def test_groups_fix_and_vary_the_right_coordinates(degrees: Degrees, placement: 
 
 def test_a_hundred_thousand_ranks_take_less_than_a_second() -> None:
     ranks = table("PTD", pp=25, tp=8, rdp=500)
-    began = time.perf_counter()
+    began = time.process_time()
     coordinates = [ranks.coordinates(rank) for rank in range(ranks.world_size)]
     groups = [ranks.groups(axis) for axis in AXES]
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
     assert len(coordinates) == 100_000
     assert sum(map(len, groups[0])) == 100_000
 

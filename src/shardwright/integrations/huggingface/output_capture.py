@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from shardwright.pipeline.runtime import register_ambient, register_harmless_hook
+from shardwright.pipeline.spec_cache import register_structural
 
 _MODULE = "transformers.utils.output_capturing"
 
@@ -19,6 +20,12 @@ def install() -> None:
     """Let the pipeline know about the collector and its hooks. Called once, by the public face."""
     register_ambient(_collector)
     register_harmless_hook(_is_capture_hook)
+    register_structural(_is_cache)
+
+
+def _is_cache(cls: type) -> bool:
+    """Key-value caches and their layers: their numbers and flags follow from shapes."""
+    return cls.__module__ == "transformers.cache_utils"
 
 
 def _collector() -> Any:

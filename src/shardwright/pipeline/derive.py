@@ -70,8 +70,8 @@ def fake_mode() -> FakeTensorMode:
 def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: torch.device) -> Outcome:
     """Run `run` on fake operands of these specs and describe what comes out.
 
-    Raises: ChangesOperandError; NotDenseError; CannotDeriveError for whatever else: the real run on the holder then tells, or raises
-        the real error.
+    Raises: ChangesOperandError; NotDenseError; CannotDeriveError for whatever else: the real run on the holder then
+        tells, or raises the real error.
     """
     state = torch.get_rng_state()
     mode = fake_mode()

@@ -105,10 +105,8 @@ def fail(why: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=240, help="steps of the whole run (default 240)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help="steps of the whole run (default 200)")
     steps = parser.parse_args().steps
     half = steps // 2
     began = time.perf_counter()
@@ -121,9 +119,7 @@ def main() -> None:
     console.rule("2  saved at half time and stopped")
     stop_after_save(start("stopped", "--steps", str(steps), *saving, quiet=True))
     console.rule("3  resumed in new processes")
-    finish(
-        start("resumed", "--steps", str(steps), "--resume", str(CHECKPOINTS), "--sample", "120", quiet=True)
-    )
+    finish(start("resumed", "--steps", str(steps), "--resume", str(CHECKPOINTS), "--sample", "120", quiet=True))
     console.rule("compared")
     compare(steps, half)
     console.print(f"{time.perf_counter() - began:.0f} s in all; losses and checkpoint are in {OUTPUT}/")

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import reference
+from harness import RankPool
 
 Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 

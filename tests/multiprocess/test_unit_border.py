@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import step_cases
+from harness import RankPool
 from step_cases import Case, Verdict
 
 WIDTH = 8

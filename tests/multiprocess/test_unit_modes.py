@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 import torch.utils.checkpoint
-from harness import RankPool
 from torch import Tensor, nn
 
 import step_cases
+from harness import RankPool
 from step_cases import Case, Verdict
 
 WIDTH = 8

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankPool
 from torch import Tensor, nn
 
 import models
 import step_cases
+from harness import RankPool
 from step_cases import Case, Verdict
 
 TIED = "a tied weight, or a value that several stages read"

@@ -200,7 +200,8 @@ class Crossing:
                 mutated.append((number, len(made.tensors)))
                 made.tensors.append(given[number])
         self._check_opaques()
-        specs, views, depends = [], [], []
+        specs, depends = [], []
+        views: list[View | None] = []
         for tensor in made.tensors[num_given:]:
             self._check_layout(tensor)
             specs.append(spec_of(tensor))
@@ -314,7 +315,7 @@ def _view_of(tensor: torch.Tensor, others: list[torch.Tensor]) -> View | None:
     for number, other in enumerate(others):
         if type(other) is not PlacedTensor and other.layout == torch.strided:
             if other.untyped_storage()._cdata == storage:
-                return View(number, tensor.storage_offset() - other.storage_offset())
+                return View(number, int(tensor.storage_offset() - other.storage_offset()))
     return None
 
 

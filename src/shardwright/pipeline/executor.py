@@ -117,9 +117,15 @@ class Executor:
                 raise _Cancelled
             self._running = threading.get_ident()
 
+    def in_order(self, frame: Frame) -> None:
+        """Set the microbatch aside until those before it are as far."""
+        while not self._order.may_pass(frame.index):
+            self.wait_turn(frame)
+            if not self._order.may_pass(frame.index):
+                frame.strayed = True  # one before it has left the program
+
     def forward_done(self, frame: Frame) -> None:
         """With "simple": wait until every microbatch of this rank is done with forward."""
-        self.uses.forward_ends(frame.index)
         self._order.at_gate(frame.index)
         if self._gated:
             self.wait_turn(frame)
@@ -167,7 +173,6 @@ class Executor:
                 error.__dict__.setdefault("shardwright_microbatch", index)
                 self._error = error
             self._order.done(index)
-            self.uses.ends(index)
         self._pass_on()
 
     def _run_body(self, frame: Frame) -> None:

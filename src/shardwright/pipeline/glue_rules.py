@@ -53,6 +53,10 @@ class _GradFn:
 GRAD_FN = _GradFn()
 
 
+def _grad_fn(spec: Spec) -> _GradFn | None:
+    return GRAD_FN if spec.requires_grad else None
+
+
 def _no_interface(frame: Any, spec: Spec) -> Any:
     raise AttributeError("a tensor that is placed on a pipeline stage has no array interface")
 
@@ -70,13 +74,13 @@ META: dict[Any, Answer] = {
     Tensor.nelement: lambda frame, spec: spec.numel,
     torch.numel: lambda frame, spec: spec.numel,
     Tensor.is_leaf.__get__: lambda frame, spec: not spec.requires_grad,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: lambda frame, spec: None,  # type: ignore[union-attr]
+    Tensor.grad.__get__: lambda frame, spec: None,  # type: ignore[attr-defined, union-attr]
     Tensor.get_device: lambda frame, spec: -1 if frame.device.type == "cpu" else frame.device.index,
     Tensor.is_cuda.__get__: lambda frame, spec: frame.device.type == "cuda",  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda frame, spec: frame.device.type == "cpu",  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: lambda frame, spec: False,  # type: ignore[attr-defined]
     Tensor.__len__: lambda frame, spec: spec.shape[0],
-    Tensor.grad_fn.__get__: lambda frame, spec: GRAD_FN if spec.requires_grad else None,  # type: ignore[union-attr]
+    Tensor.grad_fn.__get__: lambda frame, spec: _grad_fn(spec),  # type: ignore[attr-defined, union-attr]
     Tensor._version.__get__: lambda frame, spec: 0,  # type: ignore[attr-defined]
 }
 DEVICE_GETTERS = {

@@ -109,6 +109,8 @@ class PipelineSteps:
             raise
         runtime.learn()
         self._learn(tables, key, executor.frames)
+        for frame in executor.frames:
+            frame.release()
         sizes = [m.num_samples for m in microbatches]
         return results, None if any(s is None for s in sizes) else [s for s in sizes if s is not None]
 

@@ -18,23 +18,14 @@ if TYPE_CHECKING:
 
 
 class SharedUses:
-    """How far each microbatch of a step is on this rank, and which was the last to use each shared object."""
+    """Which microbatch of a step was the last to use each shared object, on this rank."""
 
     def __init__(self) -> None:
-        self._past_forward: set[int] = set()
-        self._ended: set[int] = set()
         self._last: dict[int, tuple[int, Any]] = {}
 
-    def forward_ends(self, index: int) -> None:
-        self._past_forward.add(index)
-
-    def ends(self, index: int) -> None:
-        self._ended.add(index)
-
-    def is_turn(self, index: int) -> bool:
-        """Are all earlier microbatches as far as this one?"""
-        through = self._ended if index in self._past_forward else self._ended | self._past_forward
-        return through.issuperset(range(index))
+    def is_last(self, frame: Frame, thing: Any) -> bool:
+        """Has this microbatch used `thing` before, and no one since?"""
+        return self._last.get(id(thing), (-1, None))[0] == frame.index
 
     def note(self, frame: Frame, thing: Any) -> None:
         """Remember that a microbatch uses `thing`. Raises if a later one did already."""

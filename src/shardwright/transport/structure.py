@@ -143,11 +143,11 @@ class Walker:
             self.contents[number] = self._read(self.cells[number])
 
     def _is_opaque(self, value: Any) -> bool:
-        if isinstance(value, _REFERENCES) or isinstance(value, _ALWAYS_OPAQUE):
+        if isinstance(value, (*_REFERENCES, *_ALWAYS_OPAQUE)):
             return True
         if self._leave_alone is not None and self._leave_alone(value):
             return True
-        return not (isinstance(value, (list, dict, set)) or _has_state(type(value)))
+        return not (isinstance(value, (list, dict, set)) or _has_state(type(value)))  # type: ignore[arg-type]
 
     def _opaque_number(self, value: Any) -> int:
         number = self._opaque_numbers.get(id(value))
@@ -349,7 +349,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     if getattr(cls, "__dictoffset__", 0):
         found += object.__getattribute__(value, "__dict__").items()
-    for name, member in _slots(cls):
+    for name, member in _slots(cls):  # type: ignore[arg-type]
         try:
             found.append((name, member.__get__(value)))
         except AttributeError:
@@ -362,7 +362,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 def _set_attributes(target: Any, attributes: dict[str, Any]) -> None:
     if isinstance(target, collections.defaultdict):
         target.default_factory = attributes.pop("default_factory")
-    for name, member in _slots(type(target)):
+    for name, member in _slots(type(target)):  # type: ignore[arg-type]
         item = attributes.pop(name, _ABSENT)
         if item is not _ABSENT:
             member.__set__(target, item)

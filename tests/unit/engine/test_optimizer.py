@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from client_optimizers import ClientOptimizer
 from torch import nn
 
 import shardwright.torch as smp
+from client_optimizers import ClientOptimizer
 from shardwright.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

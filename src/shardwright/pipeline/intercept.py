@@ -1,8 +1,8 @@
 """Calls that bypass torch functions, caught while a step over several stages runs.
 
 `autograd.Function.apply` on placed tensors becomes one glue call that runs natively, with its `ctx`, on the rank that
-holds the data; so does a function compiled by `torch.jit`. `torch.utils.checkpoint` around glue becomes checkpointing of
-every unit called inside: nothing re-enters a transfer during backward. `torch.autograd.backward` is refused by name
+holds the data; so does a function compiled by `torch.jit`. `torch.utils.checkpoint` around glue becomes checkpointing
+of every unit called inside: nothing re-enters a transfer during backward. `torch.autograd.backward` is refused by name
 (`grad` is a torch function, and is refused in `glue_rules`). A compiled function called in glue runs as it was written,
 as glue; inside units it stays compiled. An assignment to a module's attribute counts for its microbatch (`overlay`).
 """

@@ -48,7 +48,7 @@ def installed() -> Iterator[None]:
             torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue  # type: ignore[assignment]
             torch.autograd.backward = _backward_in_glue
             nn.Module.__setattr__ = _setattr_in_glue  # type: ignore[method-assign, assignment]
-            nn.Module.__init__ = _init_in_glue  # type: ignore[method-assign]
+            nn.Module.__init__ = _init_in_glue  # type: ignore[method-assign, assignment]
             torch.compile = _compile_in_step
             torch._C.ScriptFunction.__call__ = _script_in_glue  # type: ignore[method-assign, assignment]
             _watch_compiled()

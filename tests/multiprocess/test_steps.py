@@ -545,6 +545,8 @@ def many_steps(num_steps: int) -> Any:
 
 
 def _num_messages() -> int:
+    import gc
+
     from shardwright.transport import p2p
 
     return sum(isinstance(o, p2p.Sent) and o._doing.startswith("send to") for o in gc.get_objects())

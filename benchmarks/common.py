@@ -133,9 +133,7 @@ def _launch(name: str, row: Row, timeout_s: float) -> list[RankResult] | str:
         for rank, process in enumerate(processes):
             file = Path(folder, f"{rank}.json")
             if not file.exists():
-                lines = [
-                    line for line in Path(folder, f"{rank}.log").read_text().splitlines() if line.strip()
-                ]
+                lines = [line for line in Path(folder, f"{rank}.log").read_text().splitlines() if line.strip()]
                 errors = [line for line in lines if "Error" in line] or lines or ["no output"]
                 return f"rank {rank} ended with {process.returncode}: {errors[-1][-300:]}"
             results.append(json.loads(file.read_text()))

@@ -92,9 +92,7 @@ def provenance() -> list[str]:
         return done.stdout.strip()
 
     changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = models[0].split(":")[1].strip() if models else platform.processor()
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return [

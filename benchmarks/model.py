@@ -40,9 +40,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, d = x.shape
-        q, k, v = (
-            w(x).view(batch, seq, -1, self.head_size).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (w(x).view(batch, seq, -1, self.head_size).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(y.transpose(1, 2).reshape(batch, seq, d))
 

@@ -197,8 +197,7 @@ def report(results: dict[str, Rounds], args: argparse.Namespace) -> str:
     tokens = sizes.batch * sizes.seq
     speed = {name: tokens * (2 if name == TWO_SINGLES else 1) / time.seconds for name, time in times.items()}
     peak = {
-        name: [median_of(results[name], "peak_bytes", r) or 0 for r in range(ROWS[name].num_ranks)]
-        for name in times
+        name: [median_of(results[name], "peak_bytes", r) or 0 for r in range(ROWS[name].num_ranks)] for name in times
     }
 
     def ratio(name: str, other: str, factor: float = 1.0) -> float | None:
@@ -245,9 +244,7 @@ def _balance(rounds: Rounds, args: argparse.Namespace) -> list[str]:
 
 
 def parse() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a row in one round")
     parser.add_argument("--split", default="5,3", help="blocks per stage")
     parser.add_argument("--split2", default="3,2,2,1", help="blocks per virtual stage")

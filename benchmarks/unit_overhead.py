@@ -139,16 +139,12 @@ def report(results: dict[str, Rounds], args: argparse.Namespace) -> str:
     for what, (row, without) in prices.items():
         if row in times and without in times:
             by_cpu = cpu[row] - cpu[without] / (STAGES if without == "one process" else 1)
-            text.append(
-                f"{what}: {clock[row] - clock[without]:.0f} us by the clock, {by_cpu:.0f} us CPU of each rank"
-            )
+            text.append(f"{what}: {clock[row] - clock[without]:.0f} us by the clock, {by_cpu:.0f} us CPU of each rank")
     return "\n".join(text)
 
 
 def parse() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a row in one round")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--micro", type=int, default=8, help="microbatches")

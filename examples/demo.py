@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-SCRIPT = Path(__file__).with_name("train_gpt2.py")
+SCRIPT = Path(os.path.relpath(Path(__file__).with_name("train_gpt2.py")))
 OUTPUT = Path("demo-output")
 CHECKPOINTS = OUTPUT / "checkpoints"
 STAGES = 2
@@ -36,7 +36,7 @@ def start(name: str, *script_args: str, quiet: bool = False) -> subprocess.Popen
     environment = dict(os.environ)
     if console.is_terminal:  # workers write into a pipe and would not draw a progress bar
         environment.update(FORCE_COLOR="1", COLUMNS=str(console.width))
-    console.print("[dim]$ shardwright " + " ".join(words))
+    console.print("[dim]$ shardwright " + " ".join(words), soft_wrap=True)
     return subprocess.Popen([sys.executable, "-m", "shardwright.cli.main", *words], env=environment)
 
 
@@ -54,6 +54,7 @@ def stop_after_save(job: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
     job.wait()
+    console.show_cursor()  # a progress bar that is stopped leaves it hidden
     left = workers_left()
     if left:
         fail(f"processes are left after the stop: {left}")
@@ -105,10 +106,8 @@ def fail(why: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=240, help="steps of the whole run (default 240)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help="steps of the whole run (default 200)")
     steps = parser.parse_args().steps
     half = steps // 2
     began = time.perf_counter()
@@ -121,9 +120,7 @@ def main() -> None:
     console.rule("2  saved at half time and stopped")
     stop_after_save(start("stopped", "--steps", str(steps), *saving, quiet=True))
     console.rule("3  resumed in new processes")
-    finish(
-        start("resumed", "--steps", str(steps), "--resume", str(CHECKPOINTS), "--sample", "120", quiet=True)
-    )
+    finish(start("resumed", "--steps", str(steps), "--resume", str(CHECKPOINTS), "--sample", "120", quiet=True))
     console.rule("compared")
     compare(steps, half)
     console.print(f"{time.perf_counter() - began:.0f} s in all; losses and checkpoint are in {OUTPUT}/")

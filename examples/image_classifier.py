@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 
-import shardwright.torch as smp
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import shardwright.torch as smp
 
 CLASSES = 4
 SIZE = 16
@@ -75,9 +76,7 @@ def evaluate(model: smp.DistributedModel, num_batches: int) -> tuple[float, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     smp.init()

@@ -158,17 +158,13 @@ def sample(weights: dict[str, Tensor], num_bytes: int) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=240, help="steps of the whole run")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help="steps of the whole run")
     parser.add_argument("--save-at", type=int, help="save a checkpoint after this many steps")
     parser.add_argument("--checkpoint", default="checkpoints", help="folder of the checkpoints")
     parser.add_argument("--resume", metavar="FOLDER", help="go on from the newest checkpoint in this folder")
     parser.add_argument("--losses", metavar="FILE", help="write the loss of every step to this file")
-    parser.add_argument(
-        "--sample", type=int, default=0, metavar="BYTES", help="at the end, write text this long"
-    )
+    parser.add_argument("--sample", type=int, default=0, metavar="BYTES", help="at the end, write text this long")
     return parser.parse_args()
 
 

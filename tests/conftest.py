@@ -12,8 +12,9 @@ _HERE = str(Path(__file__).parent)
 if _HERE not in sys.path:
     sys.path.insert(0, _HERE)
 
-from harness import RankPool  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+from harness import RankPool  # noqa: E402
 
 # Two cores that other processes use as well: how long an example takes says nothing.
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -41,8 +41,7 @@ class ModelSpec:
     build: called with the dropout probability.
     tied: two modules hold the same parameter.
     reordered: why a pipeline may add up some gradient in another order than one process; "" means that
-        results must be equal bit for bit. Models with `tied` always reorder: one process first adds the
-        uses of a microbatch, the pipeline adds each use to the sum of the microbatches before it.
+        results must be equal bit for bit.
     tail: modules that a partition by hand puts on the last stage.
     """
 
@@ -86,9 +85,7 @@ def masked_batch(seed: int, batch_size: int) -> Batch:
     hidden = torch.arange(SEQUENCE) % 3 == seed % 3
     labels = batch["labels"].masked_fill(~hidden, IGNORED)
     batch["input_ids"] = batch["input_ids"].masked_fill(hidden, 1)
-    batch["token_type_ids"] = (
-        (torch.arange(SEQUENCE) >= SEQUENCE // 2).long().expand(batch_size, -1).contiguous()
-    )
+    batch["token_type_ids"] = (torch.arange(SEQUENCE) >= SEQUENCE // 2).long().expand(batch_size, -1).contiguous()
     return {**batch, "labels": labels}
 
 
@@ -239,9 +236,7 @@ MODELS: dict[str, ModelSpec] = {
         own_loss,
         tail=("transformer.ln_f", "lm_head"),
     ),
-    "gpt2_cache": ModelSpec(
-        lambda p: _gpt2(p, use_cache=True, tie_word_embeddings=False), causal_batch, own_loss
-    ),
+    "gpt2_cache": ModelSpec(lambda p: _gpt2(p, use_cache=True, tie_word_embeddings=False), causal_batch, own_loss),
     "llama": ModelSpec(_llama, padded_causal_batch, own_loss, tail=("lm_head",)),
     "qwen3": ModelSpec(_qwen3, causal_batch, own_loss, tied=True, tail=("model.norm", "lm_head")),
     "mixtral": ModelSpec(_mixtral, padded_causal_batch, own_loss),
@@ -250,21 +245,14 @@ MODELS: dict[str, ModelSpec] = {
     "vit": ModelSpec(_vit, pixel_batch, own_loss, tail=("classifier",)),
     "resnet": ModelSpec(lambda _: plain_modules.ResNet(), image_batch, classification_loss),
     "mlp": ModelSpec(lambda _: plain_modules.Mlp(), vector_batch, classification_loss, tail=("head",)),
-    "mlp_reuse": ModelSpec(
-        lambda _: plain_modules.ReusedBlockMlp(),
-        vector_batch,
-        classification_loss,
-        reordered="a block used twice",
-    ),
+    "mlp_reuse": ModelSpec(lambda _: plain_modules.ReusedBlockMlp(), vector_batch, classification_loss),
     "branching": ModelSpec(
         lambda _: plain_modules.BranchingMlp(),
         vector_batch,
         classification_loss,
         reordered="a microbatch that takes another branch than expected takes its turns last",
     ),
-    "root_parameters": ModelSpec(
-        lambda _: plain_modules.RootParameters(), vector_sequence_batch, classification_loss
-    ),
+    "root_parameters": ModelSpec(lambda _: plain_modules.RootParameters(), vector_sequence_batch, classification_loss),
     "long_residual": ModelSpec(
         lambda _: plain_modules.LongResidual(), vector_batch, classification_loss, reordered=_USES
     ),

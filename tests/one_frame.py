@@ -55,8 +55,9 @@ class Alone:
 
     def wait_turn(self, frame: Frame) -> None: ...
 
-    def forward_done(self, frame: Frame) -> None:
-        self.uses.forward_ends(frame.index)
+    def in_order(self, frame: Frame) -> None: ...
+
+    def forward_done(self, frame: Frame) -> None: ...
 
 
 def make_frame(rank: int = 0, wire: KeptWire | None = None, index: int = 0, turns: Any = None, size: int = 2) -> Frame:

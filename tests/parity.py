@@ -48,8 +48,9 @@ class Case:
     @property
     def reordered(self) -> str:
         """Why sums may be taken in another order than in one process; "" asks for bitwise equality."""
-        spec = models.MODELS[self.model]
-        return "each use of a tied weight is added on its own" if spec.tied else spec.reordered
+        if self.tied == "replicate":
+            return "each stage first adds up its own uses of the tied weight, over all microbatches"
+        return models.MODELS[self.model].reordered
 
     def config(self) -> dict[str, Any]:
         """Settings for `smp.init`."""
@@ -147,10 +148,7 @@ def train(case: Case) -> RankRun:
         optimizer.zero_grad(set_to_none=True)
         run.losses.append(train_step(model, batch).stack())
         run.gradients.append(
-            {
-                n: None if p.grad is None else p.grad.detach().clone()
-                for n, p in model.local_named_parameters()
-            }
+            {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.local_named_parameters()}
         )
         optimizer.step()
     run.weights = reference.copies(dict(model.local_named_parameters()))
@@ -235,9 +233,7 @@ def _show(tensor: Tensor | None) -> str:
 def _tied_names(case: Case) -> dict[str, frozenset[str]]:
     """For each name of a parameter, all names of it."""
     parameters = reference.named_parameters(models.make(case.model).model)
-    return {
-        name: frozenset(other for other, q in parameters.items() if q is p) for name, p in parameters.items()
-    }
+    return {name: frozenset(other for other, q in parameters.items() if q is p) for name, p in parameters.items()}
 
 
 def _summed_elsewhere(case: Case, name: str, run: RankRun, ranks: Sequence[RankRun]) -> bool:

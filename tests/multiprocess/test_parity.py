@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from harness import RankPool
 
 import parity
+from harness import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -401,7 +401,7 @@ def _link(tensor: PlacedTensor, base: Any, view: View, name: str) -> None:
         return
     tensor._untracked = f"module '{name}' returned memory that others use"
     if type(base) is PlacedTensor:
-        base._untracked = f"module '{name}' returned memory of it"
+        aliasing.cannot_follow(base, f"module '{name}' returned memory of it")
 
 
 def _covers(base: Any, view: Any, offset: int) -> bool:

@@ -7,6 +7,7 @@ gives bf16. Results are cached by the caller; this module only computes.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class CannotDeriveError(Exception):
 
 
 _mode: FakeTensorMode | None = None
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def fake_mode() -> FakeTensorMode:
@@ -68,11 +70,12 @@ def fake_mode() -> FakeTensorMode:
 def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: torch.device) -> Outcome:
     """Run `run` on fake operands of these specs and describe what comes out.
 
-    Raises: ChangesOperandError; NotDenseError; CannotDeriveError for whatever else: the real run on the holder then tells, or raises
-        the real error.
+    Raises: ChangesOperandError; NotDenseError; CannotDeriveError for whatever else: the real run on the holder then
+        tells, or raises the real error.
     """
     state = torch.get_rng_state()
     mode = fake_mode()
+    quiet, _fake_log.disabled = _fake_log.disabled, True  # what can't be derived is no error
     try:
         with mode:
             fakes = [
@@ -89,6 +92,7 @@ def derive(run: Callable[[list[Any]], Any], operands: Sequence[Spec], device: to
     except Exception as error:
         raise CannotDeriveError(str(error)) from error
     finally:
+        _fake_log.disabled = quiet
         torch.set_rng_state(state)
 
 

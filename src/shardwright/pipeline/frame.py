@@ -6,6 +6,7 @@ of the same program on all ranks; what differs is only who holds what.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -36,6 +37,9 @@ class Turns(Protocol):
 
     def wait_turn(self, frame: Frame) -> None:
         """Set this microbatch aside; returns when it is chosen again."""
+
+    def in_order(self, frame: Frame) -> None:
+        """Set this microbatch aside until those before it are as far."""
 
     def forward_done(self, frame: Frame) -> None:
         """Called once, before the first backward; returns when backward may begin."""
@@ -97,13 +101,17 @@ class Frame:
         self._script_leaves: dict[int, tuple[PlacedTensor, int, torch.Tensor]] = {}
         self._sent: dict[int, list[Handle]] = {}
         self.converted: list[Any] = []
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._unit_entries: dict[str, list[Entry]] = {}
 
     def note(self, event: Event) -> None:
         """Enter an event into the program; called before what it stands for."""
-        if strays(event, len(self.program), self._expected):
-            self.strayed = True
+        stray = not self.strayed and strays(event, len(self.program), self._expected)
         self.program.append(event)
+        if stray:
+            self.strayed = True
+            with context.own_view():
+                self._turns.wait_turn(self)
 
     # ------------------------------------------------------------------ values
 
@@ -185,19 +193,20 @@ class Frame:
 
     def has_made(self, tensor: torch.Tensor) -> None:
         """Remember that this microbatch made an ordinary tensor."""
-        tensor._shardwright_made_in = self.seed  # type: ignore[attr-defined]
+        self._made[id(tensor)] = weakref.ref(tensor)
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Did this microbatch make it? If not, others may use it too."""
-        return getattr(tensor, "_shardwright_made_in", None) == self.seed
+        known = self._made.get(id(tensor))
+        return known is not None and known() is tensor
 
     def in_order(self, thing: Any) -> None:
         """Before this microbatch uses what others use too: let those before it come as far (see `shared`)."""
         if self.uses.is_last(self, thing):
             return
-        self.note(Event("turn"))
-        while not self.uses.is_turn(self.index):
-            self.yield_turn()
+        self.note(Event("order"))
+        with context.own_view():
+            self._turns.in_order(self)
         self.uses.note(self, thing)
 
     def new_leaf(self, value: Value) -> PlacedTensor:
@@ -369,11 +378,6 @@ class Frame:
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=self.device)
         return self.runtime.wire.receive(buffer, source, self.index)
 
-    def yield_turn(self) -> None:
-        """Let other microbatches go on."""
-        with context.own_view():
-            self._turns.wait_turn(self)
-
     def wait(self, handle: Handle) -> Any:
         with context.own_view():
             self._turns.wait_turn(self)
@@ -383,6 +387,16 @@ class Frame:
         """A rank that has sent something had received all that was sent to it before that: let go of it."""
         for handle in self._sent.pop(rank, ()):
             handle.wait()
+
+    def release(self) -> None:
+        """The step is over: let go of everything, so that nothing of it waits for Python's garbage collector."""
+        self.tape = Tape()
+        self._leaves.clear()
+        self._script_leaves.clear()
+        self._unit_entries.clear()
+        self.converted.clear()
+        self.told.clear()
+        del self._turns
 
     def settle_sends(self) -> None:
         """Wait until everything this microbatch sent has arrived; called when all ranks are at the end of the

@@ -12,6 +12,7 @@ A function mode sees every call that the step body and the forwards of split mod
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +167,12 @@ def apply(
     tensors = leaves = None
     if frame.rank == owner:
         before = _versions(values)
-        result, leaves = frame.run_here(run_with, values, streams)
+        try:
+            result, leaves = frame.run_here(run_with, values, streams)
+        except Exception as error:
+            if outcome is None:
+                frame.announce(owner, _Raised(error))  # the script may catch it, on all ranks alike
+            raise
         if _versions(values) != before:
             raise _changes_operand(frame, name)
         if outcome is None:
@@ -177,6 +183,8 @@ def apply(
         tensors = tensors_of(result)
     elif outcome is None:
         outcome = frame.announce(owner, None)
+    if isinstance(outcome, _Raised):
+        raise outcome.error
     if isinstance(outcome, _Opaque):
         frame.record(name, owner, values, (), (), None, None)
         return outcome.value
@@ -253,7 +261,7 @@ def _wrap(
                 aliasing.link_view(view, operands[0], _step(run_with, i), step_key, tracked)
             else:
                 view._untracked = f"'{name}' made it a view of one of several placed operands"
-                operands[alias[0]]._untracked = f"'{name}' made a view of it that can't be followed"
+                aliasing.cannot_follow(operands[alias[0]], f"'{name}' made a view of it that can't be followed")
         placed.append(view)
     if outcome.single:
         return placed[0]
@@ -272,6 +280,16 @@ class _Opaque:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class _Raised:
+    """The error that an op ended with."""
+
+    def __init__(self, error: Exception) -> None:
+        try:
+            self.error: Exception = pickle.loads(pickle.dumps(error))
+        except Exception:
+            self.error = RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _describe(frame: Frame, name: str, result: Any, leaves: Sequence[torch.Tensor]) -> Any:

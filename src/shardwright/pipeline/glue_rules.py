@@ -22,7 +22,8 @@ def name_of(func: Any) -> str:
     if name is None:
         name = getattr(func, "__name__", type(func).__name__)
         if name in ("__get__", "__set__", "__delete__"):
-            name = f"{func.__self__.__name__}.{name.strip('_')}"
+            owner = func.__self__
+            name = f"{getattr(owner, 'fget', owner).__name__}.{name.strip('_')}"
         elif name.startswith("__") and name.endswith("__"):
             name = name.strip("_")
         _names[func] = name
@@ -42,7 +43,26 @@ def _size(frame: Any, spec: Spec, dim: int | None = None) -> Any:
     return torch.Size(spec.shape) if dim is None else spec.shape[dim]
 
 
+class _GradFn:
+    """Stands for the autograd node of a placed result; the real one is on the rank that holds it."""
+
+    def __repr__(self) -> str:
+        return "<placed>"
+
+
+GRAD_FN = _GradFn()
+
+
+def _grad_fn(spec: Spec) -> _GradFn | None:
+    return GRAD_FN if spec.requires_grad else None
+
+
+def _no_interface(frame: Any, spec: Spec) -> Any:
+    raise AttributeError("a tensor that is placed on a pipeline stage has no array interface")
+
+
 META: dict[Any, Answer] = {
+    Tensor.__cuda_array_interface__.__get__: _no_interface,  # type: ignore[attr-defined]
     Tensor.shape.__get__: lambda frame, spec: torch.Size(spec.shape),  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.dtype.__get__: lambda frame, spec: spec.dtype,  # type: ignore[attr-defined]
@@ -54,13 +74,13 @@ META: dict[Any, Answer] = {
     Tensor.nelement: lambda frame, spec: spec.numel,
     torch.numel: lambda frame, spec: spec.numel,
     Tensor.is_leaf.__get__: lambda frame, spec: not spec.requires_grad,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: lambda frame, spec: None,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: lambda frame, spec: None,  # type: ignore[attr-defined, union-attr]
     Tensor.get_device: lambda frame, spec: -1 if frame.device.type == "cpu" else frame.device.index,
     Tensor.is_cuda.__get__: lambda frame, spec: frame.device.type == "cuda",  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda frame, spec: frame.device.type == "cpu",  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: lambda frame, spec: False,  # type: ignore[attr-defined]
     Tensor.__len__: lambda frame, spec: spec.shape[0],
-    Tensor.grad_fn.__get__: lambda frame, spec: GRAD_FN if spec.requires_grad else None,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: lambda frame, spec: _grad_fn(spec),  # type: ignore[attr-defined, union-attr]
     Tensor._version.__get__: lambda frame, spec: 0,  # type: ignore[attr-defined]
 }
 DEVICE_GETTERS = {
@@ -85,15 +105,6 @@ for _name in _ASKED_OF_TWIN:
             META[_func] = _ask_twin(_func)
 del META[Tensor.type]  # with an argument it converts
 
-
-class _GradFn:
-    """Stands for the autograd node of a placed result; the real one is on the rank that holds it."""
-
-    def __repr__(self) -> str:
-        return "<placed>"
-
-
-GRAD_FN = _GradFn()
 
 # ---------------------------------------------------------------------- what is refused, and the remedy
 
@@ -137,7 +148,15 @@ def tells_value(func: Any, name: str) -> bool:
 
 
 # Reading or setting these on a parameter concerns the parameter object itself, on each rank.
-PLAIN_ON_PARAMETERS = {"grad.get", "grad.set", "requires_grad.get", "is_leaf.get", "data_ptr", "zero_grad", "untyped_storage"}
+PLAIN_ON_PARAMETERS = {
+    "grad.get",
+    "grad.set",
+    "requires_grad.get",
+    "is_leaf.get",
+    "data_ptr",
+    "zero_grad",
+    "untyped_storage",
+}
 
 MOVES = {"to", "cpu", "cuda", "pin_memory"}
 INDEXING = {"getitem", "setitem"}
@@ -145,9 +164,9 @@ INDEXING = {"getitem", "setitem"}
 DETACHING = {"detach"}
 # The value of a number among the arguments changes neither shape nor dtype: outcomes are kept by its type.
 ANY_NUMBER = {
-    "add", "sub", "mul", "div", "true_divide", "radd", "rsub", "rmul", "rdiv", "truediv", "rtruediv", "subtract", "multiply",
-    "divide", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "lerp", "lerp_", "clamp", "clamp_",
-    "masked_fill", "masked_fill_", "fill_", "full_like", "setitem", "gt", "lt", "ge", "le", "eq", "ne", "isclose",
+    "add", "sub", "mul", "div", "true_divide", "radd", "rsub", "rmul", "rdiv", "truediv", "rtruediv", "subtract",
+    "multiply", "divide", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "lerp", "lerp_", "clamp",
+    "clamp_",    "masked_fill", "masked_fill_", "fill_", "full_like", "setitem", "gt", "lt", "ge", "le", "eq", "ne", "isclose",
 }  # fmt: skip
 _SHAPED_LIKE = {"view_as": Tensor.view, "expand_as": Tensor.expand, "reshape_as": Tensor.reshape}
 
@@ -160,15 +179,20 @@ def without_other(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if not isinstance(other, Tensor):
         return None
     if name in _SHAPED_LIKE:
-        return _SHAPED_LIKE[name], (subject, other.shape if type(other) is not PlacedTensor else other._value.spec.shape)
+        return _SHAPED_LIKE[name], (
+            subject,
+            other.shape if type(other) is not PlacedTensor else other._value.spec.shape,
+        )
     dtype = other.dtype if type(other) is not PlacedTensor else other._value.spec.dtype
     if name == "type_as" or len(args) + len(kwargs) == 2:
         return Tensor.to, (subject, dtype)
     return None
 
 
-def retarget_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of `.to` without devices (a placed tensor stays on its rank's device); None if nothing is left to do."""
+def retarget_move(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `.to` without devices (a placed tensor stays where it is); None if nothing is left to do."""
     if name != "to":
         return None
     rest: list[Any] = []
@@ -197,8 +221,8 @@ def retarget_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 METADATA_IN_PLACE = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_"}
 _IN_PLACE_DUNDERS = {
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift", "irshift",
-    "setitem",
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
+    "irshift",     "setitem",
 }  # fmt: skip
 _SETTERS = {"data.set", "requires_grad.set", "real.set", "imag.set"}
 

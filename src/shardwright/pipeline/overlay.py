@@ -3,11 +3,13 @@
 Microbatches are in flight together, but a script may use attributes as if they came one after the other:
 `self.losses = []` at the start of a forward, `self.count = self.count + 1`, a hidden state that the step body reads
 after the model's call. So an assignment made by glue counts for its own microbatch and for later ones until these make
-their own. When the step has ended, the last microbatch's values stay.
+their own. When the step has ended, the last microbatch's values stay. A module that a step makes is nobody's yet: it
+keeps its attributes itself.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,9 +50,17 @@ class Overlay:
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, str], _Slot] = {}
+        self._new: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def is_new(self, module: nn.Module) -> None:
+        """The step has begun to make this module."""
+        self._new.add(module)
 
     def assign(self, microbatch: int, module: nn.Module, key: str, value: Any, setter: Callable[..., None]) -> None:
         """Assign an attribute for a microbatch, by `setter(module, key, value)`."""
+        if module in self._new:
+            setter(module, key, value)
+            return
         slot = self._slots.get((id(module), key))
         if slot is None:
             if module.__dict__.get(key, _ABSENT) is value:
@@ -85,9 +95,11 @@ class Overlay:
         for slot in self._slots.values():
             slot.put(slot.by_microbatch[max(slot.by_microbatch)] if slot.by_microbatch else slot.before)
         self._slots.clear()
+        self._new.clear()
 
     def undo(self) -> None:
         """The step failed: modules have the attributes that they had before."""
         for slot in self._slots.values():
             slot.put(slot.before)
         self._slots.clear()
+        self._new.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,6 +23,7 @@ from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.pipeline.spec import Spec
 
 if TYPE_CHECKING:
+    from shardwright.pipeline.aliasing import Make
     from shardwright.pipeline.frame import Frame
 
 
@@ -57,7 +57,7 @@ class PlacedTensor(torch.Tensor):
     _value: Value
     # A view: the object it is a view of, how it was made, and the parent's version when it was last read.
     _parent: PlacedTensor | None
-    _make: Callable[[Any], Any] | None
+    _make: Make | None
     _parent_version: int
     # Counts in-place changes of this object.
     _version_count: int
@@ -83,7 +83,9 @@ class PlacedTensor(torch.Tensor):
         raise _misplaced(getattr(func, "__name__", str(func)))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise _misplaced(str(func))
 
     def __hash__(self) -> int:
@@ -130,7 +132,7 @@ def enter_frame(frame: Frame | None) -> None:
     _local.frame = frame
 
 
-class glue_off:  # noqa: N801 - reads as a statement: `with glue_off():`
+class glue_off:
     """While open, this thread's calls go straight to torch: for real code, and for our own between its calls."""
 
     __slots__ = ("_mode",)
@@ -174,8 +176,8 @@ def _misplaced(op: str) -> PipelineError:
         )
     if _local.frame is not None:
         return UnsupportedOperationError(
-            f"'{op}' reached a tensor of another stage in a way that torch functions don't see (torch.func, torch.jit, a"
-            " compiled extension)",
+            f"'{op}' reached a tensor of another stage in a way that torch functions don't see (torch.func, a compiled"
+            " extension)",
             where=_local.frame.where("glue"),
             remedy="call it inside a module that runs on one stage",
         )

@@ -4,9 +4,9 @@ No clock decides anything. A microbatch that must wait for a value is always set
 message has come, and `Order` names the next one. Two orders:
 
 planned: the rank's turns in a timetable (see `timetable`), made for a program that every microbatch is
-    expected to run. A microbatch that turns out to run another program loses its turns, and goes on when the
-    table is at its end. A table is a run that was possible; without the ends of some microbatches it still
-    is. So it can't deadlock.
+    expected to run. A microbatch stops where it leaves that program, on every rank alike, and goes on when the
+    table is at its end. A table is a run that was possible; without the ends of some microbatches it still is.
+    So it can't deadlock.
 cautious: always the lowest microbatch, when no program is known. The lowest unfinished one then finds every
     rank working for it, so this can't deadlock either, whatever the programs do. It keeps the ranks less
     busy.
@@ -29,12 +29,12 @@ class Event(NamedTuple):
     """One step of a microbatch's program that involves ranks.
 
     kind "call": `rank` computes, at `cost`.   "move": `rank` sends to `to`.   "tell": `rank` sends to all
-    others. "gate": forward ends and backward begins, on every rank; once per microbatch at most. "turn": it waits
-    for earlier microbatches (see `shared`); such a program is not planned, for only the cautious order lets them go first.
+    others. "gate": forward ends and backward begins, on every rank; once per microbatch at most.
+    "order": on every rank, the microbatches before this one must first come as far (see `Order.may_pass`).
     once: a tell that the next step won't need, for it is about something new.
     """
 
-    kind: Literal["call", "move", "tell", "gate", "turn"]
+    kind: Literal["call", "move", "tell", "gate", "order"]
     rank: int = 0
     to: int = 0
     cost: float = 0.0
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 def waits(event: Event, rank: int, gated: bool) -> bool:
-    """Is a microbatch set aside on `rank` when it comes to this event? gated: "simple"."""
+    """Is a microbatch always set aside on `rank` when it comes to this event? gated: "simple"."""
     if event.kind == "move":
         return event.to == rank
     if event.kind == "tell":
@@ -96,6 +96,11 @@ class Order:
         runnable = self._waiting - self._at_gate if closed else self._waiting
         return self._take(min(runnable)) if runnable else None
 
+    def may_pass(self, index: int) -> bool:
+        """Are all microbatches before this one as far: through forward, or, if it is itself, at their end?"""
+        through = self._done if index in self._at_gate else self._done | self._at_gate
+        return through.issuperset(range(index))
+
     def set_aside(self, index: int) -> None:
         self._waiting.add(index)
 
@@ -147,10 +152,20 @@ class _Rank:
         self.order = order
         self.clock = self.busy = 0.0
         self.running: int | None = None
-        self.waits_at: dict[int, int] = {}  # microbatch -> number of the event
+        self.stopped: dict[int, tuple[int, str]] = {}  # microbatch -> number of the event it stopped at, and why
+        self.strayed: set[int] = set()
         self.holds: set[int] = set()
         self.peak = 0
         self.turns: list[int] = []
+
+    def stop(self, index: int, at: int, why: str) -> None:
+        self.stopped[index] = (at, why)
+        self.order.set_aside(index)
+        self.running = None
+
+    def stray(self, index: int) -> None:
+        self.strayed.add(index)
+        self.order.stray(index)
 
 
 def rehearse(
@@ -162,8 +177,7 @@ def rehearse(
 ) -> Rehearsal:
     """Run a step on paper, with messages that take no time.
 
-    orders: one per rank, new.   programs: one per microbatch.   expected: the program that the orders' turns
-    are for.
+    orders: one per rank, new.   programs: one per microbatch.   expected: the program that the orders' turns are for.
     Raises: DeadlockError if it does not end.
     """
     ranks = [_Rank(number, order) for number, order in enumerate(orders)]
@@ -171,7 +185,7 @@ def rehearse(
     progress = [True]
     while any(progress):
         progress = [_run_one_turn(rank, programs, arrivals, gated, expected) for rank in ranks]
-    stuck = {r.number: (r.running, r.waits_at) for r in ranks if r.running is not None or r.waits_at}
+    stuck = {r.number: (r.running, r.stopped) for r in ranks if r.running is not None or r.stopped}
     if stuck:
         raise DeadlockError(f"no rank can go on; (chosen microbatch, event that each waits at) by rank: {stuck}")
     return Rehearsal(
@@ -189,7 +203,7 @@ def _run_one_turn(
     gated: bool,
     expected: Sequence[Event] | None,
 ) -> bool:
-    """Let a rank run the next microbatch up to where it waits; False if that must wait now, or all are done.
+    """Let a rank run the next microbatch up to where it stops; False if that must wait now, or all are done.
 
     arrivals: (microbatch, number of the event) -> when the message of that event was sent.
     """
@@ -199,26 +213,22 @@ def _run_one_turn(
             return False
         rank.turns.append(rank.running)
     index = rank.running
+    start, why = rank.stopped.get(index, (0, "stray"))
+    if why == "message":
+        if (index, start) not in arrivals:
+            return False
+        rank.clock = max(rank.clock, arrivals[index, start])
+    if why == "order" and not rank.order.may_pass(index):
+        rank.stray(index)  # one before it has left the program
+        rank.stop(index, start, why)
+        return True
+    rank.stopped.pop(index, None)
     program = programs[index]
-    start = 0
-    if index in rank.waits_at:
-        at = rank.waits_at[index]
-        if program[at].kind != "gate":
-            if (index, at) not in arrivals:
-                return False
-            rank.clock = max(rank.clock, arrivals[index, at])
-        del rank.waits_at[index]
-        start = at + 1
-    rank.running = None
-    for at in range(start, len(program)):
+    for at in range(start if why == "stray" else start + 1, len(program)):
         event = program[at]
-        if strays(event, at, expected):
-            rank.order.stray(index)
-        if event.kind == "gate":
-            rank.order.at_gate(index)
-        if waits(event, rank.number, gated):
-            rank.waits_at[index] = at
-            rank.order.set_aside(index)
+        reason = _reason_to_stop(rank, index, at, event, gated, expected)
+        if reason is not None:
+            rank.stop(index, at, reason)
             return True
         if event.rank == rank.number:
             if event.kind == "call":
@@ -226,11 +236,26 @@ def _run_one_turn(
                 rank.busy += event.cost
                 rank.holds.add(index)
                 rank.peak = max(rank.peak, len(rank.holds))
-            else:
+            elif event.kind in ("move", "tell"):
                 arrivals[index, at] = rank.clock
     rank.holds.discard(index)
     rank.order.done(index)
+    rank.running = None
     return True
+
+
+def _reason_to_stop(
+    rank: _Rank, index: int, at: int, event: Event, gated: bool, expected: Sequence[Event] | None
+) -> str | None:
+    if index not in rank.strayed and strays(event, at, expected):
+        rank.stray(index)
+        return "stray"
+    if event.kind == "gate":
+        rank.order.at_gate(index)
+        return "gate" if gated else None
+    if event.kind == "order":
+        return None if rank.order.may_pass(index) else "order"
+    return "message" if waits(event, rank.number, gated) else None
 
 
 def chain(forward: Sequence[float], backward: Sequence[float]) -> list[Event]:

@@ -18,23 +18,10 @@ if TYPE_CHECKING:
 
 
 class SharedUses:
-    """How far each microbatch of a step is on this rank, and which was the last to use each shared object."""
+    """Which microbatch of a step was the last to use each shared object, on this rank."""
 
     def __init__(self) -> None:
-        self._past_forward: set[int] = set()
-        self._ended: set[int] = set()
         self._last: dict[int, tuple[int, Any]] = {}
-
-    def forward_ends(self, index: int) -> None:
-        self._past_forward.add(index)
-
-    def ends(self, index: int) -> None:
-        self._ended.add(index)
-
-    def is_turn(self, index: int) -> bool:
-        """Are all earlier microbatches as far as this one?"""
-        through = self._ended if index in self._past_forward else self._ended | self._past_forward
-        return through.issuperset(range(index))
 
     def is_last(self, frame: Frame, thing: Any) -> bool:
         """Has this microbatch used `thing` before, and no one since?"""
@@ -48,7 +35,7 @@ class SharedUses:
                 f"microbatch {frame.index} uses a tensor or buffer that microbatch {last} has used already, in another"
                 " order than one process would",
                 where=frame.where("glue"),
-                remedy="use what microbatches share either before model.backward() or after it, and alike in every step",
+                remedy="use what microbatches share either before model.backward() or after it, alike in every step",
             )
         self._last[id(thing)] = (frame.index, thing)
 
@@ -61,8 +48,8 @@ def resolve_foreign(frame: Frame, placed: PlacedTensor) -> Any:
     other = placed._value.frame
     if other.uses is frame.uses and other.index > frame.index:
         raise UnsupportedOperationError(
-            f"microbatch {frame.index} found a tensor of microbatch {other.index} where its own was kept (an attribute of"
-            " a module, a global): microbatches are in flight together",
+            f"microbatch {frame.index} found a tensor of microbatch {other.index} where its own was kept (an attribute,"
+            " a global): microbatches are in flight together",
             where=frame.where("glue"),
             remedy="pass tensors on as arguments and results",
         )

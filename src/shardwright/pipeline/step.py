@@ -83,7 +83,7 @@ class StepFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _active.is_set():
             raise UsageError(
-                f"step function '{self.__name__}' was called inside another step",
+                f"step function '{self._function.__name__}' was called inside another step",
                 remedy="call plain functions from a step body",
             )
         world = context.world()
@@ -91,14 +91,14 @@ class StepFunction:
         pipeline = driver.pipeline if driver is not None else None
         if pipeline is None and world.config.pipeline_parallel_degree > 1:
             raise UsageError(
-                f"step function '{self.__name__}' was called before a model was wrapped",
+                f"step function '{self._function.__name__}' was called before a model was wrapped",
                 remedy="wrap the model first: model = smp.DistributedModel(model)",
             )
         _active.set()
         try:
             if driver is not None:
                 driver.step_begins()
-            if pipeline is None:
+            if pipeline is None or driver is None:
                 results, weights = self._loop(driver, args, kwargs)
             else:
                 results, weights = pipeline.run(self._function, self._signature, self._split, driver, args, kwargs)

@@ -60,6 +60,8 @@ class Mover(Protocol):
 
     def receive_gradient(self, spec: Spec, source: int) -> torch.Tensor: ...
 
+    def where(self, label: str) -> str: ...
+
 
 @dataclass
 class Tape:

@@ -99,13 +99,14 @@ def _limits(
 
 @dataclass(frozen=True)
 class _Stretch:
-    """What a rank does of a program between two waits.
+    """What a rank does of a program between two events at which it may have to wait.
 
-    waits_for: number of the event that it waits for first, None at the start.
-    sends: (number of the event, cost before it).
+    kind, event: what it waits for first, and the number of that event; None at the start.
+    sends: (number of the event, cost before it).   backward: does it begin behind the gate?
     """
 
-    waits_for: int | None
+    kind: Literal["message", "gate", "order"] | None
+    event: int
     cost: float
     computes: bool
     sends: tuple[tuple[int, float], ...]
@@ -114,44 +115,43 @@ class _Stretch:
 
 def _stretches(program: Sequence[Event], rank: int, gated: bool) -> list[_Stretch]:
     found: list[_Stretch] = []
-    waits_for: int | None = None
-    cost, computes, backward = 0.0, False, False
+    kind: Literal["message", "gate", "order"] | None = None
+    start, cost, computes, backward, behind_gate = -1, 0.0, False, False, False
     sends: list[tuple[int, float]] = []
     for number, event in enumerate(program):
-        if waits(event, rank, gated):
-            found.append(_Stretch(waits_for, cost, computes, tuple(sends), backward))
-            waits_for, cost, computes, sends = number, 0.0, False, []
+        behind_gate = behind_gate or event.kind == "gate"
+        if event.kind == "order" or waits(event, rank, gated):
+            found.append(_Stretch(kind, start, cost, computes, tuple(sends), backward))
+            kind = event.kind if event.kind in ("gate", "order") else "message"
+            start, cost, computes, sends, backward = number, 0.0, False, [], behind_gate
         elif event.rank == rank and event.kind == "call":
             cost += event.cost
             computes = True
         elif event.rank == rank and event.kind != "gate":
             sends.append((number, cost))
-        backward = backward or event.kind == "gate"
-    found.append(_Stretch(waits_for, cost, computes, tuple(sends), backward))
+    found.append(_Stretch(kind, start, cost, computes, tuple(sends), backward))
     return found
 
 
 class _Station:
     """One rank while a table is drawn.
 
-    lead: 1 if a microbatch begins by waiting. Such a one is started a turn early, so that its glue is out of
-    the way; it is held from its next stretch on.
+    lead: 1 if a microbatch begins by waiting for a message. Such a one is started a turn early, so that its glue is out
+    of the way; it is held from its next stretch on.
+    place: per microbatch, the number of its next stretch.   forward: how many stretches make up its forward.
     """
 
     def __init__(
-        self,
-        stretches: list[_Stretch],
-        num_microbatches: int,
-        limit: int,
-        preference: Preference,
-        num_ranks: int,
+        self, stretches: list[_Stretch], num_microbatches: int, limit: int, preference: Preference, num_ranks: int
     ) -> None:
         self.stretches = stretches
-        self.preference = preference
-        self.num_ranks = num_ranks
         self.total = num_microbatches
         self.limit = limit
-        self.lead = int(len(stretches) > 1 and not stretches[0].computes and not stretches[0].sends)
+        self.preference = preference
+        self.num_ranks = num_ranks
+        idle = not stretches[0].computes and not stretches[0].sends
+        self.lead = int(len(stretches) > 1 and idle and stretches[1].kind != "order")
+        self.forward = sum(not s.backward for s in stretches)
         self.place = [self.lead] * num_microbatches
         self.num_begun = 0
         self.held: set[int] = set()
@@ -161,20 +161,31 @@ class _Station:
         self.turns: list[int] = []
         self.was_backward = False
 
-    def choose(self, program: Sequence[Event]) -> int | None:
+    def choose(self) -> int | None:
         """The microbatch whose next stretch runs now, or None if none can."""
         best, best_key = None, None
         may_begin = self.num_begun < self.total and len(self.held) < self.limit
         for index in [*self.held, self.num_begun] if may_begin else self.held:
-            place = self.place[index]
-            if self._can_run(index, place, self.stretches[place].waits_for, program):
-                key = self._key(index, place)
+            if self._can_run(index):
+                key = self._key(index)
                 if best_key is None or key < best_key:
                     best, best_key = index, key
         return best
 
-    def _key(self, index: int, place: int) -> tuple[int, ...]:
+    def _can_run(self, index: int) -> bool:
+        stretch = self.stretches[self.place[index]]
+        if stretch.kind == "message":
+            return (index, stretch.event) in self.arrived
+        if stretch.kind == "gate":
+            return min(self.place) >= self.forward
+        if stretch.kind == "order":
+            end = len(self.stretches) if stretch.backward else self.forward
+            return min(self.place[:index], default=end) >= end
+        return True
+
+    def _key(self, index: int) -> tuple[int, ...]:
         """What comes first of several that can run."""
+        place = self.place[index]
         backward = self.stretches[place].backward
         if self.preference == "backward":
             return (not backward, index)
@@ -182,18 +193,12 @@ class _Station:
             return (backward == self.was_backward, index)
         return (backward == self.was_backward, index // self.num_ranks, -place if backward else place, index)
 
-    def _can_run(self, index: int, place: int, event: int | None, program: Sequence[Event]) -> bool:
-        if event is None:
-            return True
-        if program[event].kind == "gate":
-            return min(self.place) >= place
-        return (index, event) in self.arrived
+    def run(self, index: int) -> tuple[float, list[tuple[int, float]]]:
+        """Enter the microbatch's next turn: one stretch, and those after it for which it need not wait.
 
-    def run(self, index: int) -> _Stretch:
-        """Enter the turn of the microbatch's next stretch."""
-        place = self.place[index]
-        stretch = self.stretches[place]
-        if place == self.lead:
+        Returns: the cost, and the sends with the cost before each.
+        """
+        if self.place[index] == self.lead:
             if self.lead:
                 self.turns += [0] if index == 0 else []
                 self.turns += [index + 1] if index + 1 < self.total else []
@@ -201,12 +206,20 @@ class _Station:
             self.held.add(index)
             self.peak = max(self.peak, len(self.held))
         self.turns.append(index)
-        self.place[index] += 1
-        if self.place[index] == len(self.stretches):
-            self.held.discard(index)
-        self.busy += stretch.cost
-        self.was_backward = stretch.backward
-        return stretch
+        cost, sends = 0.0, []
+        while True:
+            stretch = self.stretches[self.place[index]]
+            sends += [(number, cost + before) for number, before in stretch.sends]
+            cost += stretch.cost
+            self.was_backward = stretch.backward
+            self.place[index] += 1
+            if self.place[index] == len(self.stretches):
+                self.held.discard(index)
+                break
+            if self.stretches[self.place[index]].kind != "order" or not self._can_run(index):
+                break
+        self.busy += cost
+        return cost, sends
 
 
 class _Drawing:
@@ -252,18 +265,16 @@ class _Drawing:
         )
 
     def _act(self, rank: int, now: float) -> None:
-        """Let a rank begin its next stretch, if it is free and can."""
+        """Let a rank begin its next turn, if it is free and can."""
         station = self._stations[rank]
-        if station.free_at > now:
-            return
-        index = station.choose(self._program)
+        index = station.choose() if station.free_at <= now else None
         if index is None:
             return
-        stretch = station.run(index)
-        station.free_at = now + stretch.cost
+        cost, sends = station.run(index)
+        station.free_at = now + cost
         heappush(self._agenda, (station.free_at, rank, -1, -1))
-        for number, before in stretch.sends:
+        for number, before in sends:
             event = self._program[number]
-            others = [event.to] if event.kind == "move" else [r for r in range(len(self._stations)) if r != rank]
-            for other in others:
+            everyone_else = [r for r in range(len(self._stations)) if r != rank]
+            for other in [event.to] if event.kind == "move" else everyone_else:
                 heappush(self._agenda, (now + before + self._latency, other, index, number))

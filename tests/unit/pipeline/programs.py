@@ -35,10 +35,14 @@ def programs(draw: st.DrawFn, num_ranks: int, *, max_calls: int = 8) -> list[Eve
         copies.append({owner})
         if num_ranks > 1 and draw(st.integers(0, 5)) == 0:
             program.append(Event("tell", owner))
+        if draw(st.integers(0, 7)) == 0:
+            program.append(Event("order"))
     if draw(st.booleans()):
         program.append(Event("gate"))
         for call in reversed(range(len(owners))):
             program.append(Event("call", owners[call], cost=draw(COSTS)))
+            if draw(st.integers(0, 11)) == 0:
+                program.append(Event("order"))
             program += [
                 Event("move", owners[call], owners[value])
                 for reader, value in edges

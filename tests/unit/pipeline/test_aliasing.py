@@ -119,7 +119,8 @@ def random_program(seed: int) -> tuple[list[Step], list[Any], Tensor]:
     tensors = _start(leaf)
     program: list[Step] = []
     for _ in range(chance.randint(3, 12)):
-        step = (chance.choice(chance.choice(KINDS)), *(chance.randrange(len(tensors)) for _ in "ij"), chance.random() < 0.8)
+        op, i, j = chance.choice(chance.choice(KINDS)), chance.randrange(len(tensors)), chance.randrange(len(tensors))
+        step = (op, i, j, chance.random() < 0.8)
         try:
             _apply(tensors, step)
         except Exception:
@@ -186,11 +187,11 @@ def differences(seed: int) -> list[str]:
 @pytest.mark.parametrize("block", range(3))
 def test_random_programs_end_as_in_plain_torch(block: int) -> None:
     num_refused = 0
-    for seed in range(block * 50, block * 50 + 50):
+    for seed in range(block * 30, block * 30 + 30):
         try:
             found = differences(seed)
         except Refused:
             num_refused += 1
             continue
         assert not found, f"seed {seed}: " + "\n".join(found)
-    assert num_refused < 15
+    assert num_refused < 10

@@ -84,9 +84,13 @@ class Ranks:
 
     def _body(self, frame: Any, rank: int) -> None:
         for at, event in enumerate(self._run[frame.index]):
-            frame.strayed = frame.strayed or strays(event, at, self._expected)
+            if not frame.strayed and strays(event, at, self._expected):
+                frame.strayed = True
+                frame.executor.wait_turn(frame)
             if event.kind == "gate":
                 frame.executor.forward_done(frame)
+            elif event.kind == "order":
+                frame.executor.in_order(frame)
             elif waits(event, rank, self._gated):
                 frame.executor.wait_turn(frame)
                 assert self._message(rank, frame.index, at).wait(10)

@@ -4,6 +4,9 @@
 attributes, and in lists and other objects kept there, are results of the call: during a step every rank finds placed
 tensors in those attributes. Before the module runs again, its owner puts the real ones back. Outside steps the owner
 finds the real ones, and other ranks what was there before.
+
+A unit takes up what the microbatch before has left if it is called once in each; one that is called several times meets
+its state in the order in which microbatches come by, as batch norms do with their statistics.
 """
 
 from __future__ import annotations

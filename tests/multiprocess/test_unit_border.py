@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import step_cases
-from harness import RankPool
 from step_cases import Case, Verdict
 from unit_models import BATCH, PLACE, WIDTH, Body, one_tensor, train, vectors
 

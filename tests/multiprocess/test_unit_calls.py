@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import step_cases
-from harness import RankPool
 from step_cases import Case, Verdict
 from unit_models import WIDTH, Block, Chain, one_tensor, stages, train
 

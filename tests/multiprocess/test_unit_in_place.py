@@ -55,9 +55,10 @@ class InPlace(nn.Module):
         h = h * 3
         view = h.view(-1)
         self.more(view)  # a view: h sees it
-        out = self.act(h)
+        middle = view.sum()
+        out = self.act(h)  # the view sees it
         assert out is h
-        return self.last(out) + h + view.view_as(h)
+        return self.last(out) + h + view.view_as(h) + middle
 
 
 class AddsOne(nn.Module):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import models
 import step_cases
-from harness import RankPool
 from step_cases import Case, Verdict
 
 TIED = "a tied weight, or a value that several stages read"

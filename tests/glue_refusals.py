@@ -54,6 +54,8 @@ REFUSALS: dict[str, str] = {
     "h.to_sparse()": "to_sparse",
     "torch.bernoulli(h.sigmoid(), generator=torch.Generator().manual_seed(0))": "generator",
     "torch._foreach_mul_([h * 1], 2.0)": "_foreach_mul_",
+    "k = h * 1; b = torch.broadcast_tensors(k[:1], h)[0]; k.mul_(2)": "broadcast_tensors",
+    "k = h * 1; b = torch.broadcast_tensors(k[:1], h)[0]; b.mul_(2)": "broadcast_tensors",
     "m.scale.mul_(2)": "scale",
     "m.scale.data.mul_(2)": "scale",
     "m.table[1:].mul_(2)": "table",
@@ -64,7 +66,7 @@ REFUSALS: dict[str, str] = {
     "k = x.clone().requires_grad_(); torch.no_grad().__enter__(); k.add_(h)": "requires grad",
     "d = (h * 1).detach(); d.add_(h)": "detached view",
     "k = h * 1; v = k[1:]; k.data = k * 2": "has views",
-    "F.batch_norm(h, m.table.clone() + h.mean(0).detach(), torch.ones(6) + h.var(0).detach(), training=True)": "running statistics",
+    "F.batch_norm(h, h.mean(0).detach(), h.var(0).detach(), training=True)": "running statistics",
 }
 
 

@@ -81,6 +81,13 @@ def link_view(view: PlacedTensor, base: PlacedTensor, step: Callable[[Any], Any]
     _add_view(root, view)
 
 
+def cannot_follow(placed: PlacedTensor, why: str) -> None:
+    """The memory of this object, and of what it is a view of, is shared in a way that in-place changes can't follow."""
+    placed._untracked = why
+    if placed._parent is not None:
+        placed._parent._untracked = why
+
+
 def _add_view(root: PlacedTensor, view: PlacedTensor) -> None:
     if root._views is None:
         root._views = weakref.WeakValueDictionary()
@@ -101,13 +108,14 @@ def change(
     """
     from shardwright.pipeline.glue import apply
 
-    if target._untracked is not None:
+    root = target if target._parent is None else target._parent
+    why = target._untracked or root._untracked
+    if why is not None:
         raise UnsupportedOperationError(
-            f"in-place '{label}' on a tensor whose memory is shared: {target._untracked}",
+            f"in-place '{label}' on a tensor whose memory is shared: {why}",
             where=frame.where("glue"),
             remedy=f"use the out-of-place form of '{label}', or clone() the tensor first",
         )
-    root = target if target._parent is None else target._parent
     make = _NOTHING if target._parent is None else target._make
     assert make is not None
     if not make.tracked and torch.is_grad_enabled() and any(resolve(frame, o).spec.requires_grad for o in others):

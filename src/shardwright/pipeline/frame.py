@@ -6,6 +6,7 @@ of the same program on all ranks; what differs is only who holds what.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -100,6 +101,7 @@ class Frame:
         self._script_leaves: dict[int, tuple[PlacedTensor, int, torch.Tensor]] = {}
         self._sent: dict[int, list[Handle]] = {}
         self.converted: list[Any] = []
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._unit_entries: dict[str, list[Entry]] = {}
 
     def note(self, event: Event) -> None:
@@ -191,11 +193,12 @@ class Frame:
 
     def has_made(self, tensor: torch.Tensor) -> None:
         """Remember that this microbatch made an ordinary tensor."""
-        tensor._shardwright_made_in = self.seed  # type: ignore[attr-defined]
+        self._made[id(tensor)] = weakref.ref(tensor)
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Did this microbatch make it? If not, others may use it too."""
-        return getattr(tensor, "_shardwright_made_in", None) == self.seed
+        known = self._made.get(id(tensor))
+        return known is not None and known() is tensor
 
     def in_order(self, thing: Any) -> None:
         """Before this microbatch uses what others use too: let those before it come as far (see `shared`)."""

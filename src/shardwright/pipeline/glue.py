@@ -261,7 +261,7 @@ def _wrap(
                 aliasing.link_view(view, operands[0], _step(run_with, i), step_key, tracked)
             else:
                 view._untracked = f"'{name}' made it a view of one of several placed operands"
-                operands[alias[0]]._untracked = f"'{name}' made a view of it that can't be followed"
+                aliasing.cannot_follow(operands[alias[0]], f"'{name}' made a view of it that can't be followed")
         placed.append(view)
     if outcome.single:
         return placed[0]

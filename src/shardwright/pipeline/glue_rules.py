@@ -43,6 +43,20 @@ def _size(frame: Any, spec: Spec, dim: int | None = None) -> Any:
     return torch.Size(spec.shape) if dim is None else spec.shape[dim]
 
 
+class _GradFn:
+    """Stands for the autograd node of a placed result; the real one is on the rank that holds it."""
+
+    def __repr__(self) -> str:
+        return "<placed>"
+
+
+GRAD_FN = _GradFn()
+
+
+def _grad_fn(spec: Spec) -> _GradFn | None:
+    return GRAD_FN if spec.requires_grad else None
+
+
 def _no_interface(frame: Any, spec: Spec) -> Any:
     raise AttributeError("a tensor that is placed on a pipeline stage has no array interface")
 
@@ -92,20 +106,6 @@ for _name in _ASKED_OF_TWIN:
 del META[Tensor.type]  # with an argument it converts
 
 
-class _GradFn:
-    """Stands for the autograd node of a placed result; the real one is on the rank that holds it."""
-
-    def __repr__(self) -> str:
-        return "<placed>"
-
-
-GRAD_FN = _GradFn()
-
-
-def _grad_fn(spec: Spec) -> _GradFn | None:
-    return GRAD_FN if spec.requires_grad else None
-
-
 # ---------------------------------------------------------------------- what is refused, and the remedy
 
 REFUSED = {
@@ -148,7 +148,15 @@ def tells_value(func: Any, name: str) -> bool:
 
 
 # Reading or setting these on a parameter concerns the parameter object itself, on each rank.
-PLAIN_ON_PARAMETERS = {"grad.get", "grad.set", "requires_grad.get", "is_leaf.get", "data_ptr", "zero_grad", "untyped_storage"}
+PLAIN_ON_PARAMETERS = {
+    "grad.get",
+    "grad.set",
+    "requires_grad.get",
+    "is_leaf.get",
+    "data_ptr",
+    "zero_grad",
+    "untyped_storage",
+}
 
 MOVES = {"to", "cpu", "cuda", "pin_memory"}
 INDEXING = {"getitem", "setitem"}
@@ -156,9 +164,9 @@ INDEXING = {"getitem", "setitem"}
 DETACHING = {"detach"}
 # The value of a number among the arguments changes neither shape nor dtype: outcomes are kept by its type.
 ANY_NUMBER = {
-    "add", "sub", "mul", "div", "true_divide", "radd", "rsub", "rmul", "rdiv", "truediv", "rtruediv", "subtract", "multiply",
-    "divide", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "lerp", "lerp_", "clamp", "clamp_",
-    "masked_fill", "masked_fill_", "fill_", "full_like", "setitem", "gt", "lt", "ge", "le", "eq", "ne", "isclose",
+    "add", "sub", "mul", "div", "true_divide", "radd", "rsub", "rmul", "rdiv", "truediv", "rtruediv", "subtract",
+    "multiply", "divide", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "lerp", "lerp_", "clamp",
+    "clamp_",    "masked_fill", "masked_fill_", "fill_", "full_like", "setitem", "gt", "lt", "ge", "le", "eq", "ne", "isclose",
 }  # fmt: skip
 _SHAPED_LIKE = {"view_as": Tensor.view, "expand_as": Tensor.expand, "reshape_as": Tensor.reshape}
 
@@ -171,15 +179,20 @@ def without_other(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if not isinstance(other, Tensor):
         return None
     if name in _SHAPED_LIKE:
-        return _SHAPED_LIKE[name], (subject, other.shape if type(other) is not PlacedTensor else other._value.spec.shape)
+        return _SHAPED_LIKE[name], (
+            subject,
+            other.shape if type(other) is not PlacedTensor else other._value.spec.shape,
+        )
     dtype = other.dtype if type(other) is not PlacedTensor else other._value.spec.dtype
     if name == "type_as" or len(args) + len(kwargs) == 2:
         return Tensor.to, (subject, dtype)
     return None
 
 
-def retarget_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of `.to` without devices (a placed tensor stays on its rank's device); None if nothing is left to do."""
+def retarget_move(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `.to` without devices (a placed tensor stays where it is); None if nothing is left to do."""
     if name != "to":
         return None
     rest: list[Any] = []
@@ -208,8 +221,8 @@ def retarget_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 METADATA_IN_PLACE = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_"}
 _IN_PLACE_DUNDERS = {
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift", "irshift",
-    "setitem",
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
+    "irshift",     "setitem",
 }  # fmt: skip
 _SETTERS = {"data.set", "requires_grad.set", "real.set", "imag.set"}
 

@@ -1,8 +1,8 @@
 """Calls that bypass torch functions, caught while a step over several stages runs.
 
 `autograd.Function.apply` on placed tensors becomes one glue call that runs natively, with its `ctx`, on the rank that
-holds the data; so does a function compiled by `torch.jit`. `torch.utils.checkpoint` around glue becomes checkpointing of
-every unit called inside: nothing re-enters a transfer during backward. `torch.autograd.backward` is refused by name
+holds the data; so does a function compiled by `torch.jit`. `torch.utils.checkpoint` around glue becomes checkpointing
+of every unit called inside: nothing re-enters a transfer during backward. `torch.autograd.backward` is refused by name
 (`grad` is a torch function, and is refused in `glue_rules`). A compiled function called in glue runs as it was written,
 as glue; inside units it stays compiled. An assignment to a module's attribute counts for its microbatch (`overlay`).
 """
@@ -30,6 +30,7 @@ _apply: Any = Function.__dict__["apply"]
 _plain_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _plain_backward: Callable[..., Any] = torch.autograd.backward
 _plain_setattr: Any = nn.Module.__setattr__
+_plain_init: Any = nn.Module.__init__
 _plain_compile: Callable[..., Any] = torch.compile
 _plain_callback: Callable[..., Any] | None = None
 _plain_script: Callable[..., Any] = torch._C.ScriptFunction.__call__
@@ -47,6 +48,7 @@ def installed() -> Iterator[None]:
             torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue  # type: ignore[assignment]
             torch.autograd.backward = _backward_in_glue
             nn.Module.__setattr__ = _setattr_in_glue  # type: ignore[method-assign, assignment]
+            nn.Module.__init__ = _init_in_glue  # type: ignore[method-assign, assignment]
             torch.compile = _compile_in_step
             torch._C.ScriptFunction.__call__ = _script_in_glue  # type: ignore[method-assign, assignment]
             _watch_compiled()
@@ -60,9 +62,17 @@ def installed() -> Iterator[None]:
                 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _plain_generator
                 torch.autograd.backward = _plain_backward
                 nn.Module.__setattr__ = _plain_setattr  # type: ignore[method-assign]
+                nn.Module.__init__ = _plain_init  # type: ignore[method-assign]
                 torch.compile = _plain_compile
                 torch._C.ScriptFunction.__call__ = _plain_script  # type: ignore[method-assign]
                 _unwatch_compiled()
+
+
+def _init_in_glue(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    frame = current_frame()
+    if frame is not None:
+        frame.runtime.overlay.is_new(module)
+    _plain_init(module, *args, **kwargs)
 
 
 def _setattr_in_glue(module: nn.Module, name: str, value: Any) -> None:

@@ -3,11 +3,13 @@
 Microbatches are in flight together, but a script may use attributes as if they came one after the other:
 `self.losses = []` at the start of a forward, `self.count = self.count + 1`, a hidden state that the step body reads
 after the model's call. So an assignment made by glue counts for its own microbatch and for later ones until these make
-their own. When the step has ended, the last microbatch's values stay.
+their own. When the step has ended, the last microbatch's values stay. A module that a step makes is nobody's yet: it
+keeps its attributes itself.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,9 +50,17 @@ class Overlay:
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, str], _Slot] = {}
+        self._new: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def is_new(self, module: nn.Module) -> None:
+        """The step has begun to make this module."""
+        self._new.add(module)
 
     def assign(self, microbatch: int, module: nn.Module, key: str, value: Any, setter: Callable[..., None]) -> None:
         """Assign an attribute for a microbatch, by `setter(module, key, value)`."""
+        if module in self._new:
+            setter(module, key, value)
+            return
         slot = self._slots.get((id(module), key))
         if slot is None:
             if module.__dict__.get(key, _ABSENT) is value:
@@ -68,19 +78,28 @@ class Overlay:
                 return slot.seen_by(microbatch)
         return value
 
+    def track(self, module: nn.Module, key: str) -> None:
+        """Let every microbatch of the step have this attribute for itself, whether it is assigned or not."""
+        self._slots.setdefault((id(module), key), _Slot(module, key))
+
     def show(self, microbatch: int) -> None:
         """This microbatch runs now: let modules have the attributes that it should see."""
         for slot in self._slots.values():
-            slot.put(slot.seen_by(microbatch))
+            value = slot.seen_by(microbatch)
+            if type(value) in (list, dict, set) and slot.by_microbatch.get(microbatch) is not value:
+                value = slot.by_microbatch[microbatch] = value.copy()  # what this one adds is not for those before it
+            slot.put(value)
 
     def settle(self) -> None:
         """The step has ended: keep what the last microbatches assigned."""
         for slot in self._slots.values():
-            slot.put(slot.by_microbatch[max(slot.by_microbatch)])
+            slot.put(slot.by_microbatch[max(slot.by_microbatch)] if slot.by_microbatch else slot.before)
         self._slots.clear()
+        self._new.clear()
 
     def undo(self) -> None:
         """The step failed: modules have the attributes that they had before."""
         for slot in self._slots.values():
             slot.put(slot.before)
         self._slots.clear()
+        self._new.clear()

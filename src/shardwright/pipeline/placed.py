@@ -176,8 +176,8 @@ def _misplaced(op: str) -> PipelineError:
         )
     if _local.frame is not None:
         return UnsupportedOperationError(
-            f"'{op}' reached a tensor of another stage in a way that torch functions don't see (torch.func, torch.jit, a"
-            " compiled extension)",
+            f"'{op}' reached a tensor of another stage in a way that torch functions don't see (torch.func, a compiled"
+            " extension)",
             where=_local.frame.where("glue"),
             remedy="call it inside a module that runs on one stage",
         )

@@ -35,7 +35,7 @@ class SharedUses:
                 f"microbatch {frame.index} uses a tensor or buffer that microbatch {last} has used already, in another"
                 " order than one process would",
                 where=frame.where("glue"),
-                remedy="use what microbatches share either before model.backward() or after it, and alike in every step",
+                remedy="use what microbatches share either before model.backward() or after it, alike in every step",
             )
         self._last[id(thing)] = (frame.index, thing)
 
@@ -48,8 +48,8 @@ def resolve_foreign(frame: Frame, placed: PlacedTensor) -> Any:
     other = placed._value.frame
     if other.uses is frame.uses and other.index > frame.index:
         raise UnsupportedOperationError(
-            f"microbatch {frame.index} found a tensor of microbatch {other.index} where its own was kept (an attribute of"
-            " a module, a global): microbatches are in flight together",
+            f"microbatch {frame.index} found a tensor of microbatch {other.index} where its own was kept (an attribute,"
+            " a global): microbatches are in flight together",
             where=frame.where("glue"),
             remedy="pass tensors on as arguments and results",
         )

@@ -119,7 +119,8 @@ def random_program(seed: int) -> tuple[list[Step], list[Any], Tensor]:
     tensors = _start(leaf)
     program: list[Step] = []
     for _ in range(chance.randint(3, 12)):
-        step = (chance.choice(chance.choice(KINDS)), *(chance.randrange(len(tensors)) for _ in "ij"), chance.random() < 0.8)
+        op, i, j = chance.choice(chance.choice(KINDS)), chance.randrange(len(tensors)), chance.randrange(len(tensors))
+        step = (op, i, j, chance.random() < 0.8)
         try:
             _apply(tensors, step)
         except Exception:

@@ -45,7 +45,7 @@ def test_use_after_a_later_microbatch_is_refused() -> None:
     uses.note(first, thing)
     uses.note(later, thing)
     uses.note(later, thing)
-    with pytest.raises(UnsupportedOperationError, match="microbatch 0 uses .* microbatch 1 has used"):
+    with pytest.raises(UnsupportedOperationError, match=r"microbatch 0 uses .* microbatch 1 has used"):
         uses.note(first, thing)
 
 

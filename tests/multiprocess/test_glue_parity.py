@@ -15,6 +15,7 @@ from torch import Tensor
 
 import glue_cases
 import glue_cases_inplace  # noqa: F401 - registers its cases
+import glue_cases_model  # noqa: F401 - registers its cases
 import glue_cases_values  # noqa: F401 - registers its cases
 import glue_refusals
 from glue_cases import CASES, Seen

@@ -24,7 +24,7 @@ from shardwright.pipeline.operands import lifted
 from shardwright.pipeline.placed import PlacedTensor, Value
 from shardwright.pipeline.runtime import ambient
 from shardwright.pipeline.spec import Spec, ambient_key, spec_of, wire_stride
-from shardwright.pipeline.spec_cache import UnitOutcome, View, tells_data
+from shardwright.pipeline.spec_cache import Key, UnitOutcome, View, tells_data
 from shardwright.pipeline.tripwire import Tripwires
 from shardwright.topology import rng
 from shardwright.transport.structure import Builder, Node, Walker, fingerprint, nodes_of, pickled, type_name
@@ -81,13 +81,12 @@ class Crossing:
         """Run the call on its owner; elsewhere find or hear what comes out. Returns its result, on every rank."""
         frame, unit = self.frame, self.unit
         key = self._key()
-        known = None if unit.dynamic else unit.cache.known(key, frame)
+        known, once = unit.cache.known(key, frame) if not unit.dynamic else (None, False)
         if known is not None and known.unused:
             self._leave_out(known.unused)
         for value in self.values:
             frame.fetch(value, self.owner)
         leaves = None
-        once = not unit.dynamic and unit.cache.is_new(key)
         if frame.rank == self.owner:
             outcome, leaves = self._run_here(native, known)
             if known is None:
@@ -120,8 +119,8 @@ class Crossing:
         unit = self.unit
         with torch._C.DisableTorchFunction():
             specs = tuple([v._value.spec if type(v) is PlacedTensor else (spec_of(v),) for v in self.originals])
-            return (self.root, self.keywords, self.contents, specs, unit.mode, ambient_key(self.frame.device.type),
-                    self.frame.checkpointing > 0)  # fmt: skip
+            return Key((self.root, self.keywords, self.contents, specs, unit.mode, ambient_key(self.frame.device.type),
+                    self.frame.checkpointing > 0))  # fmt: skip
 
     def _announce(self, outcome: UnitOutcome, once: bool) -> None:
         try:
@@ -196,8 +195,8 @@ class Crossing:
         if not self.contents:
             return _flat(self.root, given, self.walker.opaques)
         inside = Builder(given, self.walker.cells, self.contents, dict(enumerate(self.walker.opaques)))
-        for number, content in enumerate(self.contents):
-            if _holds_tensors(content):
+        for number, tensors in enumerate(self.walker.tensors_in):
+            if any(given[n] is not self.originals[n] for n in tensors):
                 inside.write(number)
         return inside.value(self.root)
 
@@ -310,7 +309,11 @@ class Crossing:
         if self.made is not None:
             opaques |= dict(enumerate(self.made.opaques))
             cells = self.made.cells
-            stale = [i for i, c in enumerate(outcome.contents) if i in outcome.changed or _holds_tensors(c)]
+            real, first = self.made.tensors, len(before.cells)
+            stale = [
+                i for i, inside in enumerate(self.made.tensors_in)
+                if i in outcome.changed or i >= first or any(real[n] is not tensors[n] for n in inside if n >= 0)
+            ]  # fmt: skip
         else:
             opaques |= {number: pickle.loads(data) for number, data in outcome.opaques}
             cells = before.cells
@@ -363,10 +366,6 @@ def _flat(node: Node, tensors: Any, opaques: Any) -> Any:
         return None
     opaques = opaques if isinstance(opaques, dict) else dict(enumerate(opaques))
     return Builder(tensors, (), (), opaques).value(node)
-
-
-def _holds_tensors(content: Node) -> bool:
-    return any(node[0] == "tensor" for node in nodes_of(("none",), (content,)))
 
 
 def _view_of(tensor: torch.Tensor, others: list[torch.Tensor]) -> View | None:

@@ -83,6 +83,22 @@ class UnitOutcome:
         return ", ".join(words) or "nothing new"
 
 
+class Key:
+    """What decides the outcome of a call; its hash is computed once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self._parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self._hash == other._hash and self._parts == other._parts
+
+
 class SpecCache:
     """The outcomes of one unit that are known, by key; see the module's note for who may know what when."""
 
@@ -90,16 +106,16 @@ class SpecCache:
         self._runtime = runtime
         self._known: dict[Any, UnitOutcome] = {}
 
-    def known(self, key: Any, frame: Frame) -> UnitOutcome | None:
-        """The outcome of this kind of call, or None if its owner announces it now; the same on all ranks."""
-        found = self._known.get(key)
-        if found is None:
-            found = frame.told.get((id(self), key))
-        return None if found is None or found.volatile else found
+    def known(self, key: Any, frame: Frame) -> tuple[UnitOutcome | None, bool]:
+        """The outcome of this kind of call, or None if its owner announces it now; the same on all ranks.
 
-    def is_new(self, key: Any) -> bool:
-        """Has no step before this one seen this kind of call? If so, the next one won't announce it again."""
-        return key not in self._known
+        And whether no step before this one has seen it: then the next one won't announce it again.
+        """
+        found = self._known.get(key)
+        is_new = found is None
+        if is_new:
+            found = frame.told.get((id(self), key))
+        return None if found is None or found.volatile else found, is_new
 
     def told(self, key: Any, frame: Frame, outcome: UnitOutcome) -> None:
         """A call was announced in this microbatch."""

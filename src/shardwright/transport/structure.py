@@ -78,6 +78,8 @@ class Walker:
         self.cells: list[Any] = []
         self.contents: list[Node] = []
         self.opaques: list[Any] = []
+        # Per cell, the tensors in it that are not in another cell.
+        self.tensors_in: list[tuple[int, ...]] = []
         self._numbers: dict[int, int] = {}
         self._cell_numbers: dict[int, int] = {}
         self._opaque_numbers: dict[int, int] = {}
@@ -132,6 +134,7 @@ class Walker:
             self._cell_numbers[id(cell)] = len(self.cells)
             self.cells.append(cell)
             self.contents.append(())
+            self.tensors_in.append(())
         for value in opaques:
             self._opaque_number(value)
 
@@ -141,14 +144,11 @@ class Walker:
     def reread(self) -> None:
         """Describe all known cells again as they are now; new tensors and cells are added."""
         for number in range(len(self.cells)):
-            self.contents[number] = self._read(self.cells[number])
+            self._fill(number)
 
     def _is_opaque(self, value: Any) -> bool:
-        if isinstance(value, (*_REFERENCES, *_ALWAYS_OPAQUE)):
-            return True
-        if self._leave_alone is not None and self._leave_alone(value):
-            return True
-        return not (isinstance(value, (list, dict, set)) or _has_state(type(value)))  # type: ignore[arg-type]
+        cls: Any = type(value)
+        return _is_opaque_class(cls) or (self._leave_alone is not None and self._leave_alone(value))
 
     def _opaque_number(self, value: Any) -> int:
         number = self._opaque_numbers.get(id(value))
@@ -163,8 +163,21 @@ class Walker:
             number = self._cell_numbers[id(value)] = len(self.cells)
             self.cells.append(value)
             self.contents.append(())
-            self.contents[number] = self._read(value)
+            self.tensors_in.append(())
+            self._fill(number)
         return ("cell", number)
+
+    def _fill(self, number: int) -> None:
+        content = self.contents[number] = self._read(self.cells[number])
+        found: list[int] = []
+        for child in content[2]:
+            if content[0] == "dict":
+                _find_tensors(child[0], found)
+                child = child[1]
+            _find_tensors(child, found)
+        for _, node in content[3]:
+            _find_tensors(node, found)
+        self.tensors_in[number] = tuple(found)
 
     def _read(self, value: Any) -> Node:
         cls = type(value)
@@ -325,9 +338,27 @@ def type_name(value: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}" + (f" {name}" if name else "")
 
 
+def _find_tensors(node: Node, found: list[int]) -> None:
+    kind = node[0]
+    if kind == "tensor":
+        found.append(node[1])
+    elif kind == "tuple":
+        for child in node[2]:
+            _find_tensors(child, found)
+    elif kind == "slice" or kind == "frozenset":
+        for child in node[1]:
+            _find_tensors(child, found)
+
+
 @functools.lru_cache(maxsize=4096)
+def _is_opaque_class(cls: Any) -> bool:
+    """Do instances have no description? Else they are containers, or all their state is in attributes."""
+    if issubclass(cls, (*_REFERENCES, *_ALWAYS_OPAQUE)):
+        return True
+    return not (issubclass(cls, (list, dict, set)) or _has_state(cls))
+
+
 def _has_state(cls: Any) -> bool:
-    """Is the state of an instance all in its attributes?"""
     if cls.__reduce__ is types.SimpleNamespace.__reduce__:
         return True
     if cls.__module__ in ("builtins", "threading", "_thread") or cls.__reduce__ is not object.__reduce__:

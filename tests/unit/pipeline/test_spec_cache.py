@@ -37,12 +37,11 @@ def runtime() -> Runtime:
 def test_news_of_a_step_counts_for_its_own_microbatch_only(runtime: Runtime) -> None:
     cache, first, second = SpecCache(runtime), Frame(), Frame()
     cache.told("key", first, OUTCOME)  # type: ignore[arg-type]
-    assert cache.known("key", first) is OUTCOME  # type: ignore[arg-type]
-    assert cache.known("key", second) is None  # type: ignore[arg-type]
-    assert cache.is_new("key")
+    assert cache.known("key", first)[0] is OUTCOME  # type: ignore[arg-type]
+    assert cache.known("key", second)[0] is None  # type: ignore[arg-type]
+    assert cache.known("key", second)[1]  # type: ignore[arg-type]
     runtime.learn()
-    assert cache.known("key", second) is OUTCOME  # type: ignore[arg-type]
-    assert not cache.is_new("key")
+    assert cache.known("key", second) == (OUTCOME, False)  # type: ignore[arg-type]
 
 
 def test_a_failed_step_teaches_nothing(runtime: Runtime) -> None:
@@ -50,15 +49,14 @@ def test_a_failed_step_teaches_nothing(runtime: Runtime) -> None:
     cache.told("key", Frame(), OUTCOME)  # type: ignore[arg-type]
     runtime.forget()
     runtime.learn()
-    assert cache.known("key", Frame()) is None  # type: ignore[arg-type]
+    assert cache.known("key", Frame())[0] is None  # type: ignore[arg-type]
 
 
 def test_volatile_outcomes_are_never_known(runtime: Runtime) -> None:
     cache, frame = SpecCache(runtime), Frame()
     cache.told("key", frame, replace(OUTCOME, volatile=True))  # type: ignore[arg-type]
     runtime.learn()
-    assert cache.known("key", frame) is None  # type: ignore[arg-type]
-    assert not cache.is_new("key")
+    assert cache.known("key", frame) == (None, False)  # type: ignore[arg-type]
 
 
 def test_what_is_kept_does_not_grow_without_bound(runtime: Runtime) -> None:

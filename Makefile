@@ -35,11 +35,12 @@ test-all: $(STAMP) ## Every test, the long matrix included
 	$(BIN)/python -m pytest tests
 
 lint: $(STAMP) ## Style and types
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
 
 bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/unit_overhead.py
 
 readme: $(STAMP) ## Run the README's own commands in a fresh folder
 	$(BIN)/python tests/readme_commands.py README.md

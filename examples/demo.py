@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-SCRIPT = Path(__file__).with_name("train_gpt2.py")
+SCRIPT = Path(os.path.relpath(Path(__file__).with_name("train_gpt2.py")))
 OUTPUT = Path("demo-output")
 CHECKPOINTS = OUTPUT / "checkpoints"
 STAGES = 2
@@ -36,7 +36,7 @@ def start(name: str, *script_args: str, quiet: bool = False) -> subprocess.Popen
     environment = dict(os.environ)
     if console.is_terminal:  # workers write into a pipe and would not draw a progress bar
         environment.update(FORCE_COLOR="1", COLUMNS=str(console.width))
-    console.print("[dim]$ shardwright " + " ".join(words))
+    console.print("[dim]$ shardwright " + " ".join(words), soft_wrap=True)
     return subprocess.Popen([sys.executable, "-m", "shardwright.cli.main", *words], env=environment)
 
 
@@ -54,6 +54,7 @@ def stop_after_save(job: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
     job.wait()
+    console.show_cursor()  # a progress bar that is stopped leaves it hidden
     left = workers_left()
     if left:
         fail(f"processes are left after the stop: {left}")

@@ -87,9 +87,9 @@ def evaluate(model: Any, x: Tensor) -> Tensor:
     return model(x)
 
 
-def adam(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
+def adam(model: nn.Module, lr: float = 0.01, *, frozen_too: bool = True) -> torch.optim.Optimizer:
     """Two groups whose members alternate in the order of the model."""
-    named = list(model.named_parameters())
+    named = [(n, p) for n, p in model.named_parameters() if frozen_too or p.requires_grad]
     return torch.optim.AdamW(
         [
             {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1, "lr": lr},

@@ -177,9 +177,7 @@ class ResNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
-        )
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
         self.layers = nn.Sequential(
             ResidualBlock(8, 8, 1),
             ResidualBlock(8, 16, 2),

@@ -241,6 +241,23 @@ def test_hooks_of_torch_work(pool2: RankPool) -> None:
     pool2.run(comm_hook_of_torch, config=TWO_REPLICAS)
 
 
+def averaged_on_request() -> tuple[dict[str, Any], dict[str, Any]]:
+    model = wrap()
+    ranks.train_step(model, ranks.data())
+    before = gradients(model)
+    smp.hvd_average_grads()
+    return before, gradients(model)
+
+
+def test_averaging_on_request(pool2: RankPool) -> None:
+    config = {"horovod": True, "microbatches": 2, "log_level": "error"}
+    (one, mean), (other, same_mean) = pool2.run(averaged_on_request, config=config)
+    assert same(mean, same_mean)
+    for name, gradient in mean.items():
+        torch.testing.assert_close(gradient, (one[name] + other[name]) / 2)
+        assert not torch.equal(one[name], other[name])
+
+
 # -- buffers and loads ------------------------------------------------------------------------------------
 
 
@@ -372,6 +389,8 @@ def uneven(options: dict[str, Any]) -> tuple[Any, Any, list[int]]:
             ranks.train_step(model, ranks.data(step))
             optimizer.step()
             calls.append(step)
+            with torch.no_grad():  # looking at the model needs no company
+                ranks.evaluate(model, ranks.data(step))
     ranks.train(model, optimizer, 1, first=9)  # training goes on together
     equal_on_replicas(model)
     weights = {n: p for n, p in model.state_dict().items() if not n.endswith("size")}

@@ -448,6 +448,97 @@ def count_dummies(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.zeros(BATCH, 0), -1), {}
 
 
+class Auxiliary(nn.Module):
+    """Leaves a loss, a list and a running total in attributes, in the style of mixtures of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.losses: list[Tensor] = []
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.losses.append(h.square().mean())
+        return self.linear(h) * self.gate(h)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.aux: Tensor | float = 0.0
+        self.total = torch.zeros(WIDTH)
+        self.table: Tensor | None = None
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.5, WIDTH)
+        gate = torch.sigmoid(self.linear(h)) * self.table
+        self.aux = gate.mean(0).square().sum()
+        self.total = self.total + gate.detach().mean(0)
+        return gate + self.total
+
+
+class GivesAuxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = Auxiliary()
+
+    def forward(self, x: Tensor) -> Any:
+        self.inner.losses.clear()
+        h = self.inner(self.first(x))
+        aux = self.inner.gate.aux
+        h = self.inner(h)
+        return h, aux + self.inner.gate.aux * 2 + sum(self.inner.losses), self.inner.gate.total
+
+
+def use_auxiliary(model: Any, x: Tensor) -> Any:
+    out, aux, total = model(x)
+    loss = out.square().mean() + aux + model.module.inner.gate.aux * total.mean()
+    model.backward(loss)
+    return loss, out, aux, total
+
+
+def reset_total(model: Any, step: int) -> None:
+    if step == 2:
+        model.inner.gate.total = torch.ones(WIDTH)
+
+
+class ChangesOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, trainer: Trainer) -> Tensor:
+        trainer.seen.append(h.mean())
+        return self.linear(h)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.data = list(range(1000))
+
+
+class GivesTrainer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = ChangesOwn()
+
+    def forward(self, x: Tensor, trainer: Trainer) -> Tensor:
+        return self.inner(self.first(x), trainer)
+
+
+def with_trainer(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (vectors(step), Trainer()), {}
+
+
+def use_trainer(model: Any, x: Tensor, trainer: Trainer) -> Any:
+    return model(x, trainer)
+
+
 def use_number(model: Any, x: Tensor, number: int) -> Any:
     out = model(x, number)
     loss = out.square().mean()
@@ -465,6 +556,9 @@ CASES = [
     Case("opaque_result", lambda: Body(ReturnsGenerator()), use_first, one_tensor, PLACE, error=r"'inner'.*list_iterator"),
     Case("shapes_differ", lambda: PassesOn(Selects()), train, rows_differ, PLACE, steps=3, error=r"'inner'(.|\n)*smp\.dynamic_shapes\(module\)"),
     Case("dynamic_shapes", lambda: PassesOn(Selects()), train, rows_differ, PLACE, steps=4, prepare=mark_inner),
+    Case("kept_attributes", GivesAuxiliary, use_auxiliary, one_tensor, PLACE, steps=4, before_step=reset_total, reordered="uses on two stages"),
+    Case("kept_attributes_4", GivesAuxiliary, use_auxiliary, one_tensor, PLACE, steps=4, microbatches=4, reordered="uses on two stages"),
+    Case("changed_own_object", GivesTrainer, use_trainer, with_trainer, PLACE, error="'inner' changed an object of type .*Trainer that each rank has for itself"),
     Case("opaque_arguments", GivesFunction, use_number, count_inputs, {"inner": 1, "norm": 1}, dummies=count_dummies, steps=4),
 ]  # fmt: skip
 
@@ -474,6 +568,15 @@ def verdicts(pool2: RankPool) -> dict[str, list[Verdict]]:
     return step_cases.run_cases(pool2, CASES)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Known fault: state that a unit keeps in attributes across microbatches is not always read in their order.
+OUT_OF_ORDER = ("kept_attributes", "kept_attributes_4")
+
+
+def _params() -> list[Any]:
+    fault = pytest.mark.xfail(reason="attributes that units keep across microbatches are not ordered yet")
+    return [pytest.param(c, id=c.name, marks=fault if c.name in OUT_OF_ORDER else ()) for c in CASES]
+
+
+@pytest.mark.parametrize("case", _params())
 def test_border(case: Case, verdicts: dict[str, list[Verdict]]) -> None:
     step_cases.check(case, verdicts[case.name])

@@ -72,8 +72,8 @@ class CheckpointModel(Protocol):
         """
 
     def run_when_partitioned(self, callback: Callable[[], None]) -> None:
-        """Run the callback once, on the main thread of every rank: now if partitioned, else right after
-        partitioning.
+        """Run the callback once on every rank: now if partitioned, else right after partitioning, on the thread
+        that partitions.
 
         It comes before the post-partition hooks and issues collectives over the world.
         """

@@ -115,6 +115,8 @@ class WrappedOptimizer:
         self._sw_full_names = [[names[id(p)] for p in g["params"]] for g in self.param_groups]
         self._sw_local_names = self._sw_full_names
         self._sw_deferred: list[StateDict] = []
+        # A scheduler made before the wrap has put a step on the object itself; it is the one to call from here.
+        self._sw_own_step = vars(self).pop("step", None)
         self.redefined_params = False
 
     def _keep_local(self) -> None:
@@ -149,12 +151,17 @@ class WrappedOptimizer:
                 "optimizer.step() was called inside a step function",
                 remedy="call it after the step function returns",
             )
-        result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+        own = self._sw_own_step
+        plain = super().step if own is None else own  # type: ignore[misc]
+        result = plain() if closure is None else plain(closure)
+        self._opt_called = True
         self._sw_model.refresh_copies(buffers=False)
         return result
 
-    # torch wraps the step of every class once, to run hooks; the inner step is wrapped already.
+    # torch wraps the step of every class once, to run hooks; the inner step is wrapped already. Schedulers wrap the
+    # step of every object once, to know that it was called.
     step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool | None = None, set_grads_to_None: bool | None = None) -> None:
         """Clear the gradients of the parameters that this rank updates, and of copies of tied ones.

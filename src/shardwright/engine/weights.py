@@ -91,9 +91,9 @@ def load(part: Part, content: StateDict, expected: Collection[str], *, strict: b
     unexpected = sorted(content.keys() - set(expected))
     here = part.here()
     sizes = [
-        f"size mismatch for {n}: {list(content[n].shape)} in the dict, {list(target.shape)} in the model"
+        f"size mismatch for {n}: {_size(content[n])} in the dict, {_size(target)} in the model"
         for n, target in here.items()
-        if isinstance(target, torch.Tensor) and n in content and target.shape != content[n].shape
+        if isinstance(target, torch.Tensor) and n in content and _size(target) != _size(content[n])
     ]
     problems = sizes
     if strict and (missing or unexpected):
@@ -110,6 +110,10 @@ def load(part: Part, content: StateDict, expected: Collection[str], *, strict: b
             else:
                 part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(content[name])
     return Keys(missing, unexpected)
+
+
+def _size(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"no tensor ({type(value).__name__})"
 
 
 def split_mark(state_dict: Mapping[str, Any]) -> tuple[StateDict, bool]:

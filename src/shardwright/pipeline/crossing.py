@@ -19,10 +19,11 @@ from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.log import get_logger, once
 from shardwright.pipeline import aliasing, derive
 from shardwright.pipeline.glue import choose_rank
+from shardwright.pipeline.kept import Numbered, Place, changed, contents_of
 from shardwright.pipeline.operands import lifted
 from shardwright.pipeline.placed import PlacedTensor, Value
 from shardwright.pipeline.runtime import ambient
-from shardwright.pipeline.spec import ambient_key, spec_of, wire_stride
+from shardwright.pipeline.spec import Spec, ambient_key, spec_of, wire_stride
 from shardwright.pipeline.spec_cache import UnitOutcome, View, tells_data
 from shardwright.pipeline.tripwire import Tripwires
 from shardwright.topology import rng
@@ -62,6 +63,7 @@ class Crossing:
         self.owner = unit.owner if unit.has_state or not self.values else choose_rank(self.values)
         self.result: Any = None
         self.made: Walker | None = None
+        self.seen: dict[Place, Any] = {}
         if len(walker.cells) > _MANY_PARTS:
             once(
                 _log, logging.WARNING, "the arguments of module '%s' hold thousands of objects, which are looked through"
@@ -138,9 +140,11 @@ class Crossing:
         copied = set() if known is None else {number for number, _ in known.mutated}
         given: list[Any] = list(self.originals)
         versions: dict[int, int] = {}
+        before: tuple[Any, ...] = ()
         wires = Tripwires(self._only_in_objects()) if cautious else None
 
         def call(leaves: list[torch.Tensor]) -> Any:
+            nonlocal before
             with torch._C.DisableTorchFunction():
                 for number, leaf in zip(self.operands, leaves, strict=True):
                     given[number] = leaf.clone() if cautious or number in copied else leaf
@@ -149,7 +153,11 @@ class Crossing:
                         versions[number] = tensor._version
                 if wires is not None:
                     wires.set(given)
+            if unit.kept.places:
+                self.seen = unit.kept.restore()
             parts = self._rebuild(given)
+            if cautious:
+                before = self._look()
             num_args = len(parts) - len(self.keywords)
             run = _checkpointed(native) if frame.checkpointing and torch.is_grad_enabled() else native
             return run(*parts[:num_args], **dict(zip(self.keywords, parts[num_args:], strict=True)))
@@ -158,8 +166,26 @@ class Crossing:
         if unit.buffers:
             unit.runtime.refresh_buffers(unit.buffers)
         with torch._C.DisableTorchFunction():
-            outcome = self._describe(given, versions, leaves, wires)
+            places = known.kept if known is not None else self._changes(before)
+            outcome = self._describe(given, versions, leaves, wires, places, known)
         return outcome, leaves
+
+    def _look(self) -> tuple[Any, ...]:
+        """What the call might change besides its arguments: attributes of its modules, objects of this rank's own."""
+        own = [v for v in self.walker.opaques if id(v) in self.frame.runtime.own and not isinstance(v, torch.nn.Module)]
+        with torch._C.DisableTorchFunction():
+            return self.unit.kept.look(), [(v, contents_of(v)) for v in own]
+
+    def _changes(self, before: tuple[Any, ...]) -> tuple[Place, ...]:
+        in_modules, own = before
+        for thing, old in own:
+            if changed(old, contents_of(thing)):
+                raise UnsupportedOperationError(
+                    f"module '{self.unit.name}' changed an object of type {type_name(thing)} that each rank has for itself",
+                    where=self.frame.where(self.unit.name),
+                    remedy="return what it found out, or put it into a list or dict made in the step function",
+                )
+        return self.unit.kept.changes(in_modules)
 
     def _rebuild(self, given: list[Any]) -> Any:
         """The arguments around real tensors; objects among them hold real tensors until they are written back."""
@@ -176,10 +202,17 @@ class Crossing:
         if not self.contents:
             return []
         direct = {node[1] for node in nodes_of(self.root, ()) if node[0] == "tensor"}
-        return [n for n, v in zip(self.operands, self.values, strict=True) if n not in direct and v.holder != self.owner]
+        pairs = zip(self.operands, self.values, strict=True)
+        return [n for n, v in pairs if n not in direct and v.holder != self.owner]
 
     def _describe(
-        self, given: list[Any], versions: dict[int, int], leaves: list[torch.Tensor], wires: Tripwires | None
+        self,
+        given: list[Any],
+        versions: dict[int, int],
+        leaves: list[torch.Tensor],
+        wires: Tripwires | None,
+        places: tuple[Place, ...],
+        known: UnitOutcome | None,
     ) -> UnitOutcome:
         """The outcome of the run that returned `self.result`."""
         before = self.walker
@@ -191,27 +224,32 @@ class Crossing:
             leaves[:] = [leaves[k] for k in self._leave_out(unused)]
         made.adopt(given, before.cells, before.opaques)
         made.reread()
-        root = made.describe(self.result)
+        result = made.describe(self.result)
+        kept, volatile = self.unit.kept.describe(self.frame, made, places) if places else ([], False)
+        root: Node = ("tuple", tuple, (result, *kept))
         num_cells, num_given = len(before.cells), len(given)
-        changed = tuple(i for i in range(num_cells) if made.contents[i] != self.contents[i])
+        altered = tuple(i for i in range(num_cells) if made.contents[i] != self.contents[i])
         mutated = []
         for number, version in versions.items():
             if given[number]._version != version and number not in unused:
                 mutated.append((number, len(made.tensors)))
                 made.tensors.append(given[number])
         self._check_opaques()
-        specs, depends = [], []
+        specs: list[Spec] = []
         views: list[View | None] = []
         for tensor in made.tensors[num_given:]:
             self._check_layout(tensor)
             specs.append(spec_of(tensor))
-            depends.append(derive.reached_leaves(tensor, leaves))
             views.append(_view_of(tensor, made.tensors[: num_given + len(views)]))
         for _, new in mutated:
             views[new - num_given] = None
+        # Backward notices if a later call of this kind depends on something else (see `tape`).
+        depends = known.depends if known is not None else tuple(
+            derive.reached_leaves(t, leaves) for t in made.tensors[num_given:]
+        )  # fmt: skip
         return UnitOutcome(
-            root, tuple(made.contents), num_cells, changed, tuple(specs), tuple(views), tuple(depends), tuple(mutated),
-            unused, self._told_opaques(), tells_data(root, self.contents, tuple(made.contents)),
+            root, places, tuple(made.contents), num_cells, altered, tuple(specs), tuple(views), depends, tuple(mutated),
+            unused, self._told_opaques(), volatile or tells_data(root, self.contents, tuple(made.contents)),
         )  # fmt: skip
 
     def _check_layout(self, tensor: torch.Tensor) -> None:
@@ -275,12 +313,30 @@ class Crossing:
             stale = list(outcome.changed)
         for buffer in unit.registered_buffers:
             frame.forget_leaf(buffer)
-        if not outcome.contents:
-            return _flat(outcome.root, tensors, opaques)
-        builder = Builder(tensors, cells, outcome.contents, opaques)
-        for number in stale:
-            builder.write(number)
-        return builder.value(outcome.root)
+        known: dict[int, Any] = frame.told.setdefault(id(unit.kept), {}) if outcome.kept else {}
+        if outcome.contents:
+            builder = Builder(Numbered(tensors, known), cells, outcome.contents, opaques)
+            for number in stale:
+                builder.write(number)
+            result = builder.value(outcome.root[2][0])
+        else:
+            result = _flat(outcome.root[2][0], tensors, opaques)
+        if outcome.kept or self.seen:
+            self._keep(outcome, tensors, opaques, known)
+        return result
+
+    def _keep(
+        self, outcome: UnitOutcome, tensors: list[Any], opaques: dict[int, Any], known: dict[int, Any]
+    ) -> None:
+        """Let glue find placed tensors in the attributes where the call left real ones. known: those of before."""
+        kept, frame = self.unit.kept, self.frame
+        builder = Builder(Numbered(tensors, known), self.walker.cells, outcome.contents, opaques)
+        for place, node in zip(outcome.kept, outcome.root[2][1:], strict=True):
+            kept.show(frame, place, node, builder)
+        known.update({t._value.id: t for t in tensors if type(t) is PlacedTensor})
+        if self.made is not None:
+            kept.remember(zip(tensors, self.made.tensors, strict=True))
+            kept.put_back(self.seen, outcome.kept)
 
 
 def _change(target: Any, fresh: PlacedTensor) -> None:

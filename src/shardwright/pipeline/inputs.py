@@ -84,7 +84,7 @@ def send_inputs(
     for tensor, (spec, _) in zip(walker.tensors, call.tensors, strict=True):
         ready = for_wire(tensor.detach(), spec)
         handles += [wire.send(ready, rank, _CHANNEL) for rank in others]
-    runtime.own = {id(v): v for v in walker.opaques}
+    runtime.begin_step({id(v): v for v in walker.opaques})
     if any(spec.stride != wire_stride(spec) for spec, _ in call.tensors):
         # Every rank must see the same strides: those in which the tensors travelled.
         tensors = [
@@ -131,8 +131,8 @@ def _take(runtime: Runtime, call: _Call, split: Split, args: Any, kwargs: Any) -
         handles.append(runtime.wire.receive(buffer, 0, _CHANNEL))
     tensors = [h.wait().requires_grad_(s.requires_grad) for h, (s, _) in zip(handles, call.tensors, strict=True)]
     builder = Builder(tensors, [], call.cells, call.opaques, lambda node: _Own(node[1]))
-    runtime.own = {}
-    graft = _Graft(runtime.own)
+    own: dict[int, Any] = {}
+    graft = _Graft(own)
     made_args = [
         graft(builder.value(node), args[i] if i < len(args) else _MISSING, f"argument {i}")
         for i, node in enumerate(call.args)
@@ -140,6 +140,7 @@ def _take(runtime: Runtime, call: _Call, split: Split, args: Any, kwargs: Any) -
     made_kwargs = {
         k: graft(builder.value(node), kwargs.get(k, _MISSING), f"argument '{k}'") for k, node in call.kwargs
     }
+    runtime.begin_step(own)
     return split(tuple(made_args), made_kwargs)
 
 

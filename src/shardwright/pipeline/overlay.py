@@ -78,15 +78,22 @@ class Overlay:
                 return slot.seen_by(microbatch)
         return value
 
+    def track(self, module: nn.Module, key: str) -> None:
+        """Let every microbatch of the step have this attribute for itself, whether it is assigned or not."""
+        self._slots.setdefault((id(module), key), _Slot(module, key))
+
     def show(self, microbatch: int) -> None:
         """This microbatch runs now: let modules have the attributes that it should see."""
         for slot in self._slots.values():
-            slot.put(slot.seen_by(microbatch))
+            value = slot.seen_by(microbatch)
+            if type(value) in (list, dict, set) and slot.by_microbatch.get(microbatch) is not value:
+                value = slot.by_microbatch[microbatch] = value.copy()  # what this one adds is not for those before it
+            slot.put(value)
 
     def settle(self) -> None:
         """The step has ended: keep what the last microbatches assigned."""
         for slot in self._slots.values():
-            slot.put(slot.by_microbatch[max(slot.by_microbatch)])
+            slot.put(slot.by_microbatch[max(slot.by_microbatch)] if slot.by_microbatch else slot.before)
         self._slots.clear()
         self._new.clear()
 

@@ -85,6 +85,13 @@ class Runtime:
         entry.tensor = tensor
         self.registered[id(tensor)] = entry
 
+    def begin_step(self, own: dict[int, Any]) -> None:
+        """The step's inputs are there. own: objects among them that each rank has itself."""
+        self.own = own
+        for unit in self.units:
+            if unit.kept.places:
+                unit.kept.begin_step(self.overlay)
+
     def learn(self) -> None:
         """A step ended well on every rank: what it told is known from now on."""
         by_cache: dict[Any, dict[Any, Any]] = {}
@@ -92,12 +99,19 @@ class Runtime:
             by_cache.setdefault(cache, {})[key] = outcome
         for cache, news in by_cache.items():
             cache.learn(news)
-        self.news.clear()
+        self._end_step()
 
     def forget(self) -> None:
         """A step failed: ranks may have got differently far in it."""
         self.overlay.undo()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self.news.clear()
+        self.own = {}
+        for unit in self.units:
+            if unit.kept.places:
+                unit.kept.end_step()
 
     def refresh_buffers(self, homes: Iterable[tuple[str, torch.nn.Module, str]]) -> None:
         """After a unit ran here: buffers that it assigned anew are known under their new object."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwright.pipeline.kept import Place
 from shardwright.pipeline.spec import Spec
 from shardwright.transport.structure import Node, nodes_of
 
@@ -36,9 +37,11 @@ class View:
 class UnitOutcome:
     """What one call of a unit returns and changes. Tensors are numbered: arguments first, then new ones.
 
-    root: the result.   contents: of all cells after the call; the first `num_cells` were arguments.
+    root: a tuple of the result and of what the call left in attributes of its modules, at the places `kept`.
+    contents: of all cells after the call; the first `num_cells` were arguments.
     changed: cells among the arguments that the call changed.
-    specs, views, depends: per new tensor; `views` says whose memory it shares, None for memory of its own.
+    specs, views, depends: per new tensor; `views` says whose memory it shares, None for memory of its own, `depends` which
+        operands its gradient reaches.
     mutated: (argument tensor, new tensor) where the call changed an argument's values in place.
     unused: argument tensors that came along in an object and were not looked at.
     opaques: (number, pickled) of values that have no description but can be told.
@@ -46,6 +49,7 @@ class UnitOutcome:
     """
 
     root: Node
+    kept: tuple[Place, ...]
     contents: tuple[Node, ...]
     num_cells: int
     changed: tuple[int, ...]
@@ -61,10 +65,10 @@ class UnitOutcome:
         """Is it the same to other ranks? Strides may differ: they follow from how the arguments came."""
         return (
             self.root == known.root
+            and self.kept == known.kept
             and self.contents == known.contents
             and self.changed == known.changed
             and self.mutated == known.mutated
-            and self.depends == known.depends
             and len(self.specs) == len(known.specs)
             and all(
                 a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad

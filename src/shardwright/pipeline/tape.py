@@ -60,6 +60,8 @@ class Mover(Protocol):
 
     def receive_gradient(self, spec: Spec, source: int) -> torch.Tensor: ...
 
+    def where(self, label: str) -> str: ...
+
 
 @dataclass
 class Tape:
@@ -165,9 +167,18 @@ class Tape:
                 assert entry.roots is not None
                 assert entry.leaves is not None
                 torch.autograd.backward([entry.roots[i] for i, _ in found], [g for _, g in found])
-                for value, leaf in zip(entry.inputs, entry.leaves, strict=True):
-                    if leaf.grad is not None:
-                        _accumulate(gradients, value, leaf.grad)
+                reached = {position for i, _ in found for position in entry.depends[i]}
+                for position, (value, leaf) in enumerate(zip(entry.inputs, entry.leaves, strict=True)):
+                    if leaf.grad is None:
+                        continue
+                    if position not in reached:
+                        raise PipelineError(
+                            f"'{entry.label}' sends a gradient to an input that the same kind of call did not depend on"
+                            " before",
+                            where=mover.where(entry.label),
+                            remedy="mark the module with smp.dynamic_shapes(module)",
+                        )
+                    _accumulate(gradients, value, leaf.grad)
         except Exception as error:
             blame.set_place(error, f"backward of {entry.label}")
             raise

@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 
 from shardwright.errors import UsageError
 from shardwright.pipeline.crossing import Crossing
+from shardwright.pipeline.kept import Kept
 from shardwright.pipeline.placed import current_frame
 from shardwright.pipeline.runtime import Registered, Runtime, harmless_hooks
 from shardwright.pipeline.spec_cache import SpecCache
@@ -84,6 +85,10 @@ class Unit:
     def has_state(self) -> bool:
         """Does it hold parameters or buffers? If not, a call runs where its data is."""
         return bool(self.parameters or self.buffers)
+
+    @functools.cached_property
+    def kept(self) -> Kept:
+        return Kept(list(self.module.modules()))
 
     @functools.cached_property
     def _states(self) -> list[dict[str, Any]]:

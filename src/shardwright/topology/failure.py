@@ -267,7 +267,7 @@ class FailureBoard:
     def excepthook(self, error: BaseException, trace: TracebackType | None) -> None:
         """Handle an exception that ends the script: report it, or say which failure is behind it."""
         own = isinstance(error, ShardwrightError)
-        if self.failure is not None and not own:
+        if self.failure is not None and self.failure.rank != self.rank and not own:
             print(
                 f"[rank {self.rank}] the reason is: {self.error_of(self.failure)}",
                 file=sys.stderr,

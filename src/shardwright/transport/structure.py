@@ -27,7 +27,7 @@ import functools
 import pickle
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -195,6 +195,12 @@ def build(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
     return Builder(tensors, [], skeleton.cells).value(skeleton.root)
 
 
+class SupportsNumbers(Protocol):
+    """A list of tensors, or something else that has one for each number."""
+
+    def __getitem__(self, number: int, /) -> Any: ...
+
+
 class Builder:
     """Turns nodes back into values.
 
@@ -205,7 +211,7 @@ class Builder:
 
     def __init__(
         self,
-        tensors: Sequence[Any],
+        tensors: SupportsNumbers,
         cells: Sequence[Any],
         contents: Sequence[Node],
         opaques: Mapping[int, Any] | None = None,

@@ -70,17 +70,13 @@ def test_names_of_modules_have_hops_and_state_dicts_have_none() -> None:
     net = Net()
     names = list(net.state_dict())
     model = smp.DistributedModel(net)
-    assert [n for n, _ in model.named_parameters()] == [
-        f"module.module.{n}" for n, _ in net.named_parameters()
-    ]
+    assert [n for n, _ in model.named_parameters()] == [f"module.module.{n}" for n, _ in net.named_parameters()]
     assert [n for n, _ in model.named_buffers()] == [f"module.module.{n}" for n, _ in net.named_buffers()]
     assert [n for n, _ in model.named_children()] == ["module"]
     assert list(model.state_dict()) == names
     assert [n for n in model.local_state_dict() if n != "_smp_is_partial"] == names
     assert model.local_state_dict()["_smp_is_partial"] is True
-    assert [(n, id(p)) for n, p in model.local_named_parameters()] == [
-        (n, id(p)) for n, p in net.named_parameters()
-    ]
+    assert [(n, id(p)) for n, p in model.local_named_parameters()] == [(n, id(p)) for n, p in net.named_parameters()]
     assert [n for n, _ in model.local_named_buffers()] == [n for n, _ in net.named_buffers()]
     assert [n for n, _ in model.local_named_modules()] == [n for n, _ in net.named_modules()]
     assert next(model.local_parameters()) is next(net.parameters())
@@ -155,9 +151,7 @@ def test_loading() -> None:
         assert all(content[n] is before[n] for n in before)
         assert net.note == "loaded"
         assert all(
-            torch.equal(v, source.state_dict()[n])
-            for n, v in net.state_dict().items()
-            if isinstance(v, torch.Tensor)
+            torch.equal(v, source.state_dict()[n]) for n, v in net.state_dict().items() if isinstance(v, torch.Tensor)
         )
     partial = model.local_state_dict()
     assert model.load_state_dict(partial) == ([], [])

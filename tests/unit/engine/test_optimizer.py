@@ -82,6 +82,35 @@ def test_schedulers_drive_it() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
+@pytest.mark.filterwarnings("error")
+def test_schedulers_may_come_before_the_wrap() -> None:
+    model = smp.DistributedModel(two_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer = smp.DistributedOptimizer(optimizer)
+    late = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train(model, optimizer)
+    early.step()
+    late.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+    @smp.step
+    def wrong(model: nn.Module, x: torch.Tensor) -> None:
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="inside a step function"):
+        wrong(model, torch.ones(4, 3))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_schedulers_still_see_a_missing_step() -> None:
+    model = smp.DistributedModel(two_layers())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UserWarning, match=r"before `optimizer\.step"):
+        scheduler.step()
+
+
 def test_client_optimizer_keeps_its_class_and_its_attributes() -> None:
     model = smp.DistributedModel(two_layers())
     inner = torch.optim.Adam(model.parameters())
@@ -116,9 +145,7 @@ def test_maps_may_be_replaced_on_the_instance() -> None:
     assert optimizer.param_name_to_index() == {"0.weight": 0, "0.bias": 1, "1.weight": 2, "1.bias": 3}
     assert optimizer._param_index_to_param_local()[2] is model.get_module()[1].weight
     assert optimizer._param_id_to_index()[id(model.get_module()[1].bias)] == 3
-    assert smp.state.param_index_to_name_tp_group == [
-        {0: "0.weight", 1: "0.bias", 2: "1.weight", 3: "1.bias"}
-    ]
+    assert smp.state.param_index_to_name_tp_group == [{0: "0.weight", 1: "0.bias", 2: "1.weight", 3: "1.bias"}]
     assert smp.state.param_name_to_index_tp_group[0]["1.bias"] == 3
     optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(3, 3))  # a master copy in its place
     assert optimizer.param_name_to_index()["0.weight"] == 0
@@ -160,9 +187,7 @@ def test_closure() -> None:
 def test_stale_parameters_are_told_by_shape_and_group() -> None:
     model = smp.DistributedModel(two_layers())
     stale = [{"params": list(model.parameters())}, {"params": nn.Linear(7, 5).parameters(), "lr": 1.0}]
-    with pytest.raises(
-        UsageError, match=r"holds 2 parameters .* shape \[5, 7\] in group 1, \[5\] in group 1"
-    ):
+    with pytest.raises(UsageError, match=r"holds 2 parameters .* shape \[5, 7\] in group 1, \[5\] in group 1"):
         smp.DistributedOptimizer(torch.optim.SGD(stale, lr=0.1))
 
 
@@ -230,9 +255,7 @@ def test_a_list_of_shards_gives_each_replica_its_own() -> None:
     train(model, optimizer)
     content = copy.deepcopy(optimizer.local_state_dict())
     optimizer.load_state_dict({**content, "state": [content["state"]]})
-    assert torch.equal(
-        optimizer.state[model.get_module()[0].weight]["exp_avg"], content["state"][0]["exp_avg"]
-    )
+    assert torch.equal(optimizer.state[model.get_module()[0].weight]["exp_avg"], content["state"][0]["exp_avg"])
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

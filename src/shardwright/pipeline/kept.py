@@ -1,0 +1,197 @@
+"""What a unit keeps in attributes of its modules: an auxiliary loss, a running total, a cache.
+
+`self.aux_loss = ...` in a forward happens on one rank; glue on every rank may read it. So tensors that a call leaves in
+attributes, and in lists and other objects kept there, are results of the call: during a step every rank finds placed
+tensors in those attributes. Before the module runs again, its owner puts the real ones back. Outside steps the owner
+finds the real ones, and other ranks what was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwright.pipeline.overlay import Overlay
+from shardwright.pipeline.placed import PlacedTensor
+from shardwright.transport.structure import Builder, Node, Walker
+
+if TYPE_CHECKING:
+    from shardwright.pipeline.frame import Frame
+
+# Where something is kept: the number of a module among the unit's modules, and the attribute.
+Place = tuple[int, str]
+
+_ABSENT = object()
+_NEVER = (bool, int, float, complex, str, bytes, type(None), nn.Module, nn.Parameter)
+_INTERNAL = frozenset(nn.Module().__dict__)
+
+
+class Kept:
+    """What the modules of one unit keep, on one rank.
+
+    In order: `begin_step`; around each call on the owner `restore` and, for a new kind of call, `look` and `changes`,
+    then `describe`; after it `show` on every rank, `remember` and `put_back` on the owner; at last `end_step`.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.places: set[Place] = set()
+        # By id of a placed tensor that glue sees: it, and the real one. Only on the owner.
+        self._real: dict[int, tuple[PlacedTensor, torch.Tensor]] = {}
+        # What was in a place before something was kept there; and, between steps, what glue saw in it at last.
+        self._original: dict[Place, Any] = {}
+        self._outside: dict[Place, tuple[Any, Any]] = {}
+
+    # ------------------------------------------------------------------ around a step
+
+    def begin_step(self, overlay: Overlay) -> None:
+        """Show glue what it saw at last, unless the script has put something else there since."""
+        for place, (put, seen) in self._outside.items():
+            if self._get(place) is put:
+                self._set(place, seen)
+            else:
+                self._original[place] = self._get(place)
+        self._outside.clear()
+        for place in self.places:
+            overlay.track(self.modules[place[0]], place[1])
+
+    def end_step(self) -> None:
+        """Give the owner real tensors, and other ranks what was there before anything was kept."""
+        alive = Walker()
+        for place in self.places:
+            seen = self._get(place)
+            if not any(type(t) is PlacedTensor for t in _tensors_in(seen, alive)):
+                continue
+            put = self._with_real(seen) if self._real else self._original.get(place, _ABSENT)
+            self._outside[place] = (put, seen)
+            self._set(place, put)
+        self._real = {id(t): self._real[id(t)] for t in alive.tensors if id(t) in self._real}
+
+    # ------------------------------------------------------------------ around a call, on the owner
+
+    def restore(self) -> dict[Place, Any]:
+        """Put real tensors where glue sees placed ones; returns what glue saw."""
+        seen = {}
+        for place in self.places:
+            seen[place] = self._get(place)
+            self._set(place, self._with_real(seen[place]))
+        return seen
+
+    def look(self) -> list[dict[str, Any]]:
+        """What is there before a call, to find out what it changes."""
+        return [contents_of(module) for module in self.modules]
+
+    def changes(self, before: list[dict[str, Any]]) -> tuple[Place, ...]:
+        """Where tensors are kept now that were not there before the call."""
+        found = []
+        for number, (module, old) in enumerate(zip(self.modules, before, strict=True)):
+            for name in changed(old, contents_of(module)):
+                walker = Walker()
+                if _tensors_in(module.__dict__.get(name), walker) and not walker.opaques:
+                    found.append((number, name))
+        return tuple(sorted(found))
+
+    def describe(self, frame: Frame, walker: Walker, places: Sequence[Place]) -> tuple[list[Node], bool]:
+        """Nodes of what is in these places; and whether it is more than single tensors, so that it must be told.
+
+        A tensor that this microbatch kept before, in a list to which the call has added, is numbered by its value's id.
+        """
+        values = [self._get(place) for place in places]
+        single = {i: walker.describe(v) for i, v in enumerate(values) if isinstance(v, torch.Tensor)}
+        for placed, real in self._real.values():
+            if placed._value.frame is frame:
+                walker.alias(real, -1 - placed._value.id)
+        return [single.get(i) or walker.describe(v) for i, v in enumerate(values)], len(single) < len(places)
+
+    def remember(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Which real tensors are behind placed ones."""
+        for placed, real in pairs:
+            if type(placed) is PlacedTensor:
+                self._real[id(placed)] = (placed, real)
+
+    def put_back(self, seen: dict[Place, Any], but: Iterable[Place]) -> None:
+        """Let glue see again what it saw before the call, `but` what the call changed."""
+        for place in seen.keys() - set(but):
+            self._set(place, seen[place])
+
+    # ------------------------------------------------------------------ after a call, on every rank
+
+    def show(self, frame: Frame, place: Place, node: Node, builder: Builder) -> None:
+        """Let the microbatch's glue find placed tensors in a place."""
+        if place not in self.places:
+            self.places.add(place)
+            self._original[place] = self._get(place)
+        module, name = self.modules[place[0]], place[1]
+        frame.runtime.overlay.assign(frame.index, module, name, builder.value(node), _set_plainly)
+
+    # ------------------------------------------------------------------
+
+    def _with_real(self, value: Any) -> Any:
+        """The same with real tensors, in containers of its own."""
+        walker = Walker()
+        if not any(id(t) in self._real for t in _tensors_in(value, walker)):
+            return value
+        root = walker.describe(value)
+        tensors = [self._real[id(t)][1] if id(t) in self._real else t for t in walker.tensors]
+        return Builder(tensors, (), walker.contents, dict(enumerate(walker.opaques))).value(root)
+
+    def _get(self, place: Place) -> Any:
+        return self.modules[place[0]].__dict__.get(place[1], _ABSENT)
+
+    def _set(self, place: Place, value: Any) -> None:
+        if value is _ABSENT:
+            self.modules[place[0]].__dict__.pop(place[1], None)
+        else:
+            self.modules[place[0]].__dict__[place[1]] = value
+
+
+def _set_plainly(module: nn.Module, name: str, value: Any) -> None:
+    module.__dict__[name] = value
+
+
+class Numbered:
+    """Tensors of a call by number; below zero, those that its microbatch kept before, by their values' ids."""
+
+    def __init__(self, tensors: Sequence[Any], kept: Mapping[int, Any]) -> None:
+        self._tensors = tensors
+        self._kept = kept
+
+    def __getitem__(self, number: int) -> Any:
+        return self._tensors[number] if number >= 0 else self._kept[-1 - number]
+
+
+def contents_of(thing: Any) -> dict[str, Any]:
+    """By name, the attributes of an object that may hold tensors, in a form that shows whether they have changed."""
+    attributes = getattr(thing, "__dict__", {})
+    return {n: (v, _entries(v)) for n, v in attributes.items() if n not in _INTERNAL and not isinstance(v, _NEVER)}
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names whose contents differ."""
+    nothing = (_ABSENT, None)
+    return [n for n, now in after.items() if not _same(before.get(n, nothing), now)]
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        return () if value.is_inference() else (value._version,)
+    if isinstance(value, (list, set)):
+        return tuple(value)
+    return (*value, *value.values()) if isinstance(value, dict) else ()
+
+
+def _same(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+    if left[0] is not right[0] or len(left[1] or ()) != len(right[1] or ()):
+        return False
+    return all(a is b or (type(a) is int and a == b) for a, b in zip(left[1] or (), right[1] or (), strict=True))
+
+
+def _tensors_in(value: Any, walker: Walker) -> list[torch.Tensor]:
+    if value is _ABSENT or isinstance(value, _NEVER):
+        return []
+    known = len(walker.tensors)
+    walker.describe(value)
+    return walker.tensors[known:]

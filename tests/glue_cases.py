@@ -4,7 +4,7 @@ A case is the forward of `GlueModel`: it takes (model, x, y), returns the loss, 
 compare), and is run by one plain process and by pipeline stages alike. Cases are in `glue_cases_*`, found by
 name in `CASES`.
 
-x: [batch, WIDTH], different in every microbatch.   y: [batch] integers below CLASSES.
+x: [BATCH, WIDTH], different in every microbatch.   y: [BATCH] integers below CLASSES.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+BATCH = 4
 WIDTH = 6
 CLASSES = 5
 
@@ -112,8 +113,9 @@ def make_model(seed: int = 0) -> GlueModel:
     return GlueModel()
 
 
-def make_batch(size: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
+def make_batch(num_microbatches: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
+    size = BATCH * num_microbatches
     x = torch.randn(size, WIDTH, generator=generator)
     return x, torch.randint(0, CLASSES, (size,), generator=generator)
 
@@ -139,7 +141,7 @@ class Seen:
 def run_plain(name: str, num_microbatches: int = 2) -> Seen:
     """The case in one plain process."""
     model = make_model()
-    x, y = make_batch()
+    x, y = make_batch(num_microbatches)
     seen = Seen(torch.empty(0))
     losses = []
     for xs, ys in zip(x.chunk(num_microbatches), y.chunk(num_microbatches), strict=True):

@@ -80,6 +80,15 @@ def buffer_changed(m: GlueModel, x: Tensor, y: Tensor) -> Any:
 
 
 @case
+def buffer_read_early_and_changed_late(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    h = m.b(m.a(x + m.table))
+    with torch.no_grad():
+        m.table.lerp_(h.mean(0), 0.5)
+    m.seen = m.seen + h.detach().sum()
+    return finish(m, h, y) * m.seen, {"table": m.table.clone()}
+
+
+@case
 def buffer_reassigned(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     h = m.b(m.a(x))
     m.seen = m.seen + 1

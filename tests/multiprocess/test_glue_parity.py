@@ -21,7 +21,7 @@ import glue_refusals
 from glue_cases import CASES, Seen
 from harness import RankPool
 
-NUM_MICROBATCHES = 2
+_PER_JOB = 30
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Stopped:
     trace: str
 
 
-def run_cases(names: list[str]) -> tuple[dict[str, Seen], Stopped | None]:
+def run_cases(names: list[str], num_microbatches: int) -> tuple[dict[str, Seen], Stopped | None]:
     """Run cases one after the other on one model, each twice, so that what was learned is used as well."""
     import shardwright.torch as smp
 
@@ -62,12 +62,12 @@ def run_cases(names: list[str]) -> tuple[dict[str, Seen], Stopped | None]:
                     for key, buffer in model.local_named_buffers():
                         buffer.copy_(start[key])
             try:
-                loss, rest = steps[name](model, name, *glue_cases.make_batch())
+                loss, rest = steps[name](model, name, *glue_cases.make_batch(num_microbatches))
             except Exception:
                 return results, Stopped(name, traceback.format_exc())
         results[name] = Seen(
             loss.stack(),
-            [_pick(rest, i) for i in range(NUM_MICROBATCHES)],
+            [_pick(rest, i) for i in range(num_microbatches)],
             {n: p.grad for n, p in model.local_named_parameters()},
             {n: b.clone() for n, b in model.local_named_buffers()},
         )
@@ -88,14 +88,15 @@ def _pick(collected: Any, index: int) -> Any:
 def faults(pool: RankPool, names: list[str], config: dict[str, Any]) -> dict[str, str]:
     """Words for each case that went wrong."""
     found: dict[str, str] = {}
+    num_microbatches = config["microbatches"]
     while names:
-        outcomes = pool.outcomes(run_cases, names, config=config, timeout_s=120)
+        outcomes = pool.outcomes(run_cases, names[:_PER_JOB], num_microbatches, config=config, timeout_s=120)
         errors = [o.error for o in outcomes if o.error is not None]
         if errors:
             return {**found, "ranks": "\n".join(errors)}
         done = min((o.value[0] for o in outcomes), key=len)
         for name in done:
-            want = glue_cases.run_plain(name, NUM_MICROBATCHES)
+            want = glue_cases.run_plain(name, num_microbatches)
             different = [
                 f"rank {rank}: {words}"
                 for rank, outcome in enumerate(outcomes)
@@ -118,10 +119,10 @@ def report(found: dict[str, str]) -> None:
     assert not found, f"{len(found)} cases: {', '.join(found)}\n" + "\n".join(f"{k}:\n  {v}" for k, v in found.items())
 
 
-def settings(num_stages: int) -> dict[str, Any]:
+def settings(num_stages: int, num_microbatches: int = 2) -> dict[str, Any]:
     return {
         "pipeline_parallel_degree": num_stages,
-        "microbatches": NUM_MICROBATCHES,
+        "microbatches": num_microbatches,
         "auto_partition": False,
         "skip_tracing": True,
         "timeout_s": 30,
@@ -135,7 +136,7 @@ def test_glue_over_two_stages(pool2: RankPool) -> None:
 
 @pytest.mark.heavy
 def test_glue_over_four_stages(pool4: RankPool) -> None:
-    report(faults(pool4, list(CASES), settings(4)))
+    report(faults(pool4, list(CASES), settings(4, 4)))
 
 
 def try_refusals() -> list[dict[str, str]]:
@@ -154,8 +155,8 @@ def try_refusals() -> list[dict[str, str]]:
         model.backward(loss)
         return found
 
-    found = step(model, *glue_cases.make_batch())
-    return [_pick(found, i) for i in range(NUM_MICROBATCHES)]
+    found = step(model, *glue_cases.make_batch(2))
+    return [_pick(found, i) for i in range(2)]
 
 
 def _refusals(m: glue_cases.GlueModel, x: Tensor, y: Tensor) -> Any:

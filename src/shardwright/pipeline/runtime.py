@@ -28,8 +28,8 @@ class Registered:
     """A parameter or buffer of the model, and the stage that owns it.
 
     home: the module and key where a buffer is kept.
-    changed: glue has changed or reassigned it in this step.
-    steady: the values of its module's `training` with which a whole step left it alone (see `shared`).
+    used, changed: glue has read it, has changed or reassigned it, in this step.
+    steady: the values of its module's `training` with which a whole step only read it (see `shared`).
     """
 
     name: str
@@ -37,6 +37,7 @@ class Registered:
     owner: int
     is_buffer: bool
     home: tuple[torch.nn.Module, str] | None = None
+    used: bool = False
     changed: bool = False
     steady: set[bool] = field(default_factory=set)
 

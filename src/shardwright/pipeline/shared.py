@@ -75,6 +75,7 @@ def read_buffer(frame: Frame, buffer: Registered) -> PlacedTensor | None:
     """Before glue reads a buffer: what an earlier microbatch assigned to it, or None if it is as it was."""
     assert buffer.home is not None
     module, key = buffer.home
+    buffer.used = True
     if module.training in buffer.steady:
         frame.uses.note(frame, buffer)
         return None
@@ -84,7 +85,7 @@ def read_buffer(frame: Frame, buffer: Registered) -> PlacedTensor | None:
 
 
 def step_ends(runtime: Runtime) -> list[Registered]:
-    """Learn which buffers glue leaves alone; returns those that hold placed tensors now."""
+    """Learn which buffers glue only reads; returns those that hold placed tensors now."""
     assigned = []
     for entry in runtime.registered.values():
         if entry.home is None:
@@ -95,7 +96,7 @@ def step_ends(runtime: Runtime) -> list[Registered]:
             entry.changed = True
         if entry.changed:
             entry.steady.clear()
-            entry.changed = False
-        else:
+        elif entry.used:
             entry.steady.add(module.training)
+        entry.used = entry.changed = False
     return sorted(assigned, key=lambda entry: entry.name)

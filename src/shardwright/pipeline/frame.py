@@ -63,7 +63,7 @@ class Frame:
     converted: ordinary tensors that glue turned into placed ones (see `aliasing.convert`).
     program: what this microbatch made the ranks do, for the schedule.
     calls: the same in words, for agreement.
-    strayed: it left the expected program.   finished: it came to its end.
+    in_backward: it has called backward.   strayed: it left the expected program.   finished: it came to its end.
     told: outcomes of units that were announced in this microbatch, see `spec_cache`.
     """
 
@@ -94,7 +94,7 @@ class Frame:
         self.strayed = False
         self.finished = False
         self._expected = expected
-        self._in_backward = False
+        self.in_backward = False
         self._turns = turns
         self._num_values = 0
         self._leaves: dict[tuple[int, bool], PlacedTensor] = {}
@@ -320,8 +320,8 @@ class Frame:
                 )
             given = None if gradients is None else gradients[i]
             roots.append((value, self._seed_gradient(value, given)))
-        if not self._in_backward:
-            self._in_backward = True
+        if not self.in_backward:
+            self.in_backward = True
             self.note(Event("gate"))
             self._turns.forward_done(self)
         with native(), context.own_view():

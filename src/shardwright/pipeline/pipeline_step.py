@@ -135,8 +135,7 @@ class PipelineSteps:
     def _learn(self, tables: dict[Any, Timetable], key: Any, frames: Sequence[Frame]) -> None:
         """Plan the next step of this kind, if its program is the same for all microbatches."""
         programs = [tuple(e for e in f.program if not e.once) for f in frames]
-        in_order = any(e.kind == "order" for e in programs[0])  # the cautious order lets earlier ones go first
-        if in_order or any(program != programs[0] for program in programs):
+        if any(program != programs[0] for program in programs):
             tables.pop(key, None)
         elif key not in tables or tables[key].program != programs[0]:
             active = context.world().config.active_microbatches

@@ -18,18 +18,31 @@ if TYPE_CHECKING:
 
 
 class SharedUses:
-    """Which microbatch of a step was the last to use each shared object, on this rank."""
+    """Which microbatches of a step have used each shared object, on this rank."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[int, Any]] = {}
+        self._last: dict[int, tuple[int, bool, Any]] = {}
+        self._read: dict[int, int] = {}
 
     def is_last(self, frame: Frame, thing: Any) -> bool:
-        """Has this microbatch used `thing` before, and no one since?"""
-        return self._last.get(id(thing), (-1, None))[0] == frame.index
+        """Has this microbatch used `thing` before, on the same side of its backward, and no one since?
+
+        The same on all ranks: until the microbatch is past forward those after it keep off.
+        """
+        last, was_in_backward, _ = self._last.get(id(thing), (-1, False, None))
+        return last == frame.index and was_in_backward == frame.in_backward
 
     def note(self, frame: Frame, thing: Any) -> None:
-        """Remember that a microbatch uses `thing`. Raises if a later one did already."""
-        last, _ = self._last.get(id(thing), (-1, None))
+        """Remember that a microbatch uses `thing`, and may change it. Raises if a later one used it already."""
+        self._refuse_after(max(self._last.get(id(thing), (-1,))[0], self._read.get(id(thing), -1)), frame)
+        self._last[id(thing)] = (frame.index, frame.in_backward, thing)
+
+    def note_read(self, frame: Frame, thing: Any) -> None:
+        """The same for one that only reads, in whatever order. Raises if a later one may have changed it."""
+        self._refuse_after(self._last.get(id(thing), (-1,))[0], frame)
+        self._read[id(thing)] = max(frame.index, self._read.get(id(thing), -1))
+
+    def _refuse_after(self, last: int, frame: Frame) -> None:
         if last > frame.index:
             raise UnsupportedOperationError(
                 f"microbatch {frame.index} uses a tensor or buffer that microbatch {last} has used already, in another"
@@ -37,7 +50,6 @@ class SharedUses:
                 where=frame.where("glue"),
                 remedy="use what microbatches share either before model.backward() or after it, alike in every step",
             )
-        self._last[id(thing)] = (frame.index, thing)
 
 
 def resolve_foreign(frame: Frame, placed: PlacedTensor) -> Any:
@@ -77,7 +89,7 @@ def read_buffer(frame: Frame, buffer: Registered) -> PlacedTensor | None:
     module, key = buffer.home
     buffer.used = True
     if module.training in buffer.steady:
-        frame.uses.note(frame, buffer)
+        frame.uses.note_read(frame, buffer)
         return None
     frame.in_order(buffer)
     now = module._buffers.get(key)

@@ -95,6 +95,7 @@ class StepFunction:
                 remedy="wrap the model first: model = smp.DistributedModel(model)",
             )
         _active.set()
+        world.board.step_begins(self._function.__name__)
         try:
             if driver is not None:
                 driver.step_begins()
@@ -110,6 +111,7 @@ class StepFunction:
             raise
         finally:
             _active.clear()
+        world.board.step_ends()
         return collect_outputs(results, detach_outputs=self._detach or pipeline is not None, weights=weights)
 
     def _split(self, args: Any, kwargs: Any) -> list[Microbatch]:

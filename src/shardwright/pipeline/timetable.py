@@ -6,8 +6,8 @@ then the lowest; a new one starts only while the rank holds fewer than its limit
 is 1F1B (Narayanan et al. 2021, arXiv:2104.04473); stages that are revisited and uneven cuts need nothing more.
 Virtual stages gain from other preferences, which are tried, too.
 
-It always ends: microbatches start on a rank in their order, so no limit ever keeps the lowest unfinished one
-waiting.
+It always ends: microbatches start on a rank in their order and never overtake each other, so nothing ever keeps the
+lowest unfinished one waiting. That order is also the one in which gradients add up in one process.
 """
 
 from __future__ import annotations

@@ -74,6 +74,8 @@ class FailureBoard:
         self._in_a_hurry = False
         self._answered = False
         self._bound_s: float | None = None
+        self.num_steps = 0
+        self._during = ""
         self._waiting: tuple[str, Sequence[int], float] | None = None
         self._last: tuple[str, float] = ("smp.init", time.monotonic())
 
@@ -135,7 +137,19 @@ class FailureBoard:
         """Return this process's sign of life; the watcher writes it."""
         waiting, last = self._waiting, self._last
         doing, ranks, since = waiting if waiting is not None else (last[0], (), last[1])
-        return Sign(count, doing, tuple(ranks), round(time.monotonic() - since, 1), seen)
+        return Sign(count, self._placed(doing), tuple(ranks), round(time.monotonic() - since, 1), seen)
+
+    def step_begins(self, name: str) -> None:
+        """Note that a step call begins: what is said of this rank from now on says which one."""
+        self.num_steps += 1
+        self._during = f"in step call {self.num_steps}, {name}()"
+
+    def step_ends(self) -> None:
+        """Note that the step call is over."""
+        self._during = self._during.replace("in ", "after ", 1)
+
+    def _placed(self, doing: str) -> str:
+        return f"{doing} ({self._during})" if self._during else doing
 
     # -- errors ------------------------------------------------------------------------------------------
 
@@ -221,7 +235,7 @@ class FailureBoard:
         doing = doing or "a message"
         if timed_out:
             signs = self._signs(others)
-            what = diagnosis.describe_timeout(self.rank, doing, others, waited_s, signs)
+            what = diagnosis.describe_timeout(self.rank, self._placed(doing), others, waited_s, signs)
             remedy = (
                 "make sure that every rank makes the same calls in the same order; if the work really takes "
                 f"longer, raise `timeout_s` (now {self.timeout_s:g})"
@@ -229,7 +243,7 @@ class FailureBoard:
             result: ShardwrightError = CommunicationTimeout(what, where=self._where(where), remedy=remedy)
             event = Event("error", self.rank, self.rank, f"CommunicationTimeout: {what}")
         else:
-            what = diagnosis.describe_break(self.rank, doing, others, self._left(), error)
+            what = diagnosis.describe_break(self.rank, self._placed(doing), others, self._left(), error)
             result = LostRankError(what, where=self._where(where), remedy=diagnosis.LOST_REMEDY)
             event = Event("error", self.rank, self.rank, f"LostRankError: {what}")
         self._post(event)

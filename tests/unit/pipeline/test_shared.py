@@ -40,13 +40,38 @@ def test_after_its_backward_a_microbatch_waits_for_the_end_of_earlier_ones() -> 
 def test_use_after_a_later_microbatch_is_refused() -> None:
     uses = SharedUses()
     thing = object()
-    first: Any = SimpleNamespace(index=0, where=str)
-    later: Any = SimpleNamespace(index=1, where=str)
+    first: Any = SimpleNamespace(index=0, where=str, in_backward=False)
+    later: Any = SimpleNamespace(index=1, where=str, in_backward=False)
     uses.note(first, thing)
     uses.note(later, thing)
     uses.note(later, thing)
     with pytest.raises(UnsupportedOperationError, match=r"microbatch 0 uses .* microbatch 1 has used"):
         uses.note(first, thing)
+
+
+def test_reads_come_in_any_order_but_not_after_a_later_change() -> None:
+    uses = SharedUses()
+    thing = object()
+    first: Any = SimpleNamespace(index=0, where=str, in_backward=False)
+    later: Any = SimpleNamespace(index=1, where=str, in_backward=False)
+    uses.note_read(later, thing)
+    uses.note_read(first, thing)
+    with pytest.raises(UnsupportedOperationError):
+        uses.note(first, thing)
+    uses.note(later, thing)
+    with pytest.raises(UnsupportedOperationError):
+        uses.note_read(first, thing)
+
+
+def test_a_use_after_backward_is_another_one() -> None:
+    uses = SharedUses()
+    thing = object()
+    frame: Any = SimpleNamespace(index=0, where=str, in_backward=False)
+    assert not uses.is_last(frame, thing)
+    uses.note(frame, thing)
+    assert uses.is_last(frame, thing)
+    frame.in_backward = True
+    assert not uses.is_last(frame, thing)
 
 
 def test_a_tensor_of_a_later_microbatch_is_refused() -> None:

@@ -107,6 +107,20 @@ def test_any_program_ends_within_its_limits(
         assert all(real <= planned for real, planned in zip(run.peak_held, table.peak_held, strict=True))
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data(), KINDS, st.integers(1, 4), st.integers(2, 6))
+def test_microbatches_do_not_overtake_each_other(
+    data: st.DataObject, kind: Kind, num_ranks: int, num_microbatches: int
+) -> None:
+    """Every rank comes by every place of the program in the order of the microbatches, forward and backward."""
+    program = [event for event in data.draw(programs(num_ranks)) if event.kind != "order"]
+    for turns in make_timetable(kind, program, num_microbatches, 8, num_ranks).turns:
+        count = [0] * num_microbatches
+        for index in turns:
+            count[index] += 1
+            assert count == sorted(count, reverse=True)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data(), KINDS, st.integers(1, 5), st.integers(1, 6))
 def test_a_step_ends_when_microbatches_leave_the_program_anywhere(

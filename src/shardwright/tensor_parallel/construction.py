@@ -13,7 +13,6 @@ goes. Modules and tensors among the arguments are held weakly: a record keeps no
 from __future__ import annotations
 
 import functools
-import inspect
 import secrets
 import weakref
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ class _Holder(weakref.ref[nn.Module]):
         return super().__new__(cls, module, _release)
 
     def __init__(self, module: nn.Module, number: int) -> None:
-        super().__init__(module, _release)
+        super().__init__(module, _release)  # type: ignore[call-arg]
         self.number = number
         self.key = id(module)
 
@@ -97,13 +96,6 @@ def forget(module: nn.Module) -> None:
         number = vars(found).pop(_NUMBER, None)
         if number is not None:
             _records.pop(number, None)
-
-
-def bound_arguments(cls: type, construction: Construction) -> dict[str, Any]:
-    """The arguments by name, defaults filled in; those behind *args and **kwargs under the names of these."""
-    bound = inspect.signature(cls.__init__).bind(None, *construction.args, **construction.kwargs)
-    bound.apply_defaults()
-    return dict(list(bound.arguments.items())[1:])
 
 
 def _loose(value: Any) -> Any:
@@ -147,7 +139,7 @@ def _release(gone: Any) -> None:
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     """`nn.Module.__new__`: what comes next in the class's order, and a note of the arguments."""
-    following = super(nn.Module, cls).__new__
+    following = super(nn.Module, cls).__new__  # type: ignore[misc]
     module = following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
     if cls.__new__ is _new and isinstance(module, nn.Module):
         module.__dict__[_ARGUMENTS] = (args, kwargs)
@@ -177,8 +169,8 @@ def _inherit(method: Any) -> Any:
     def inheriting(self: nn.Module, state: Any) -> None:
         self.__dict__.pop(_ARGUMENTS, None)
         method(self, state)
-        number = self.__dict__.get(_NUMBER)
-        record = _records.get(number) if number is not None else None
+        number = self.__dict__.get(_NUMBER, -1)
+        record = _records.get(number)
         if record is not None:
             _hold(self, number, record)
 

@@ -7,7 +7,6 @@ of a registered class may do anything.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -154,10 +153,11 @@ def recipe_for(module: nn.Module, options: Mapping[str, Any]) -> Recipe | None:
     cls = type(module)
     registered = _registered.get(cls)
     if registered is not None:
-        recipe = _by_script(module, registered)
-    else:
-        family = _family_of(module)
-        recipe = _by_family(module, family) if family is not None else _built_in(module, options)
+        return _with_options(_by_script(module, registered), options)
+    family = _family_of(module)
+    if family is not None:
+        return _with_options(_by_family(module, family), options)
+    recipe = _built_in(module, options)
     return None if recipe is None else _with_options(recipe, options)
 
 
@@ -248,11 +248,16 @@ def with_hooks(module: nn.Module, original: type[nn.Module], recipe: Recipe) -> 
     module.__dict__[_HOOKS] = (recipe.forward_hook, recipe.return_hook)
 
 
-@functools.cache
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
 def _called_like(dist_class: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """A subclass whose forward runs the hooks that the instance holds. A plain class attribute, not an attribute of
     the instance: a forward of an instance's own would look like a patch of the script.
     """
+    known = _classes.get((dist_class, original))
+    if known is not None:
+        return known
     plain = dist_class.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +270,9 @@ def _called_like(dist_class: type[nn.Module], original: type[nn.Module]) -> type
     forward.__doc__ = original.forward.__doc__
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
     names = {"__module__": dist_class.__module__, "__qualname__": dist_class.__qualname__, "forward": forward}
-    return type(dist_class.__name__, (dist_class,), {**names, "__doc__": dist_class.__doc__})
+    made = type(dist_class.__name__, (dist_class,), {**names, "__doc__": dist_class.__doc__})
+    _classes[dist_class, original] = made
+    return made
 
 
 def _checked_pair(found: Any, what: str) -> Arguments:

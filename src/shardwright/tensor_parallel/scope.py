@@ -110,7 +110,7 @@ def model_creation(
         )
     before = torch.get_default_dtype()
     options = tensor_parallel_config if tensor_parallelism else {}
-    with _marking(tensor_parallelism, options):
+    with _marking(tensor_parallelism, **options):
         if dtype is not None:
             torch.set_default_dtype(dtype)
         try:

@@ -16,14 +16,6 @@ _FAMILIES: Final = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta")
 _HOOKS: Final = ("transformer_lm_head", "transformer", "transformer_layer")
 
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensor parallelism (marking modules and replacing them by distributed ones) is missing": (
-        "model_creation",
-        "set_tensor_parallelism",
-        "tensor_parallelism",
-        "tp_register",
-        "tp_register_with_module",
-        "utils.get_distribution_axis",
-    ),
     "tensor parallelism (distributed modules) is missing": (
         "nn.DistributedAttentionLayer",
         "nn.DistributedEmbedding",

@@ -67,7 +67,9 @@ class Adapter:
 
     def dist_class(self) -> type[nn.Module]:
         """The class of the replacement."""
-        found: type[nn.Module] = getattr(importlib.import_module("shardwright.tensor_parallel.nn"), _DISTRIBUTED[self.kind])
+        found: type[nn.Module] = getattr(
+            importlib.import_module("shardwright.tensor_parallel.nn"), _DISTRIBUTED[self.kind]
+        )
         return found
 
     def arguments(self, module: nn.Module) -> dict[str, Any]:
@@ -75,11 +77,14 @@ class Adapter:
 
         Raises: NotDistributableError (a NotImplementedError) with the reason when there can't be one.
         """
-        return self.arguments_for(self.config(module), None if self.index_at is None else _follow(module, self.index_at))
+        return self.arguments_for(
+            self.config(module), None if self.index_at is None else _follow(module, self.index_at)
+        )
 
     def arguments_for(self, config: Any, index: int | None) -> dict[str, Any]:
         """Arguments of the distributed class for a configuration."""
         refuse_outputs(config)
+        _last_config[self.name] = config
         arguments = self.settings(config, index)
         if self.kind == "model":
             arguments["add_lm_head"] = False
@@ -133,6 +138,17 @@ class Adapter:
         # with hooks, and their layers return a tensor.
         parameters = hooks.signature(self.original_class().forward).parameters
         return self.layer_extra if "output_attentions" in parameters else None
+
+
+_last_config: dict[str, Any] = {}
+
+
+def last_config(family: str) -> Any | None:
+    """The configuration of the model of a family that was replaced last in this process, if any was.
+
+    For translate functions, which get weights and nothing else.
+    """
+    return _last_config.get(family)
 
 
 def _follow(module: Any, path: str) -> Any:

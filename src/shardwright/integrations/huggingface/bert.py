@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from shardwright.integrations.huggingface import hooks
 from shardwright.integrations.huggingface.adapter import Adapter
 from shardwright.integrations.huggingface.renaming import Renaming, Rule, module
-from shardwright.integrations.huggingface.settings import NotDistributableError, activation, refuse_settings
+from shardwright.integrations.huggingface.settings import NotDistributableError, activation
 
 _MODELING = "transformers.models.bert.modeling_bert"
 
@@ -32,7 +36,9 @@ LAYER: tuple[Rule, ...] = (
 LAYER_TABLE = Renaming(LAYER)
 ENCODER_TABLE = LAYER_TABLE.prefixed("layer.{layer}.", "seq_layers.{layer}.")
 # A whole model in which the encoder is replaced: everything beside its layers keeps its name.
-MODEL_WITH_ENCODER = LAYER_TABLE.prefixed("{prefix}encoder.layer.{layer}.", "{prefix}encoder.seq_layers.{layer}.").passing()
+MODEL_WITH_ENCODER = LAYER_TABLE.prefixed(
+    "{prefix}encoder.layer.{layer}.", "{prefix}encoder.seq_layers.{layer}."
+).passing()
 # A bare model without a pooler as one distributed module.
 MODEL_TABLE = Renaming(
     (
@@ -110,11 +116,26 @@ def encoder_adapters(name: str, modeling: str, prefix: str) -> tuple[Adapter, ..
     )
 
 
-ADAPTERS = encoder_adapters("bert", _MODELING, "Bert")
+class BareAdapter(Adapter):
+    """Bare models without a pooler: for `get_hf_bert_transformer_lm_head_hooks` and its like only.
 
-# Bare models: for `get_hf_bert_transformer_lm_head_hooks` only. Their embeddings are usually tied to a head outside
-# of them, so replacing a model means replacing its encoder.
-MODEL_ADAPTER = Adapter(
+    Their embeddings are usually tied to a head outside of them, so replacing a model means replacing its encoder.
+    """
+
+    def forward_hook(self, *args: Any, **kwargs: Any) -> hooks.Arguments:
+        """A call of the bare model: tokens are of type 0 unless said otherwise."""
+        ((input_ids, mask, types, positions, *rest),), _ = super().forward_hook(*args, **kwargs)
+        types = torch.zeros_like(input_ids) if types is None else types
+        positions = self.positions_of(input_ids) if positions is None else positions
+        return ((input_ids, mask, types, positions, *rest),), {}
+
+    def positions_of(self, input_ids: Tensor) -> Tensor | None:
+        """Position ids; None: they count from zero."""
+        return None
+
+
+ADAPTERS = encoder_adapters("bert", _MODELING, "Bert")
+MODEL_ADAPTER = BareAdapter(
     "bert",
     _MODELING,
     "BertModel",

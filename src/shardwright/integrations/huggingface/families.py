@@ -18,7 +18,7 @@ from shardwright.integrations.huggingface import (
     t5,
     vit,
 )
-from shardwright.integrations.huggingface.adapter import Adapter
+from shardwright.integrations.huggingface.adapter import Adapter, Hooks
 
 _FILES = (gpt2, gptj, gptneo, gptneox, bert, roberta, t5, vit, llama, mistral, mixtral, qwen)
 
@@ -29,3 +29,9 @@ def find(module: nn.Module) -> Adapter | None:
     """The adapter of a module, if its very class is one of a known family. Called by: the replacement of modules."""
     cls = type(module)
     return ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def hooks_of(family: str, original: str) -> Hooks:
+    """Init, forward and return hook of one class of a family, in the form that `smp.tp_register_with_module` takes."""
+    offered = [*ADAPTERS.values(), bert.MODEL_ADAPTER, roberta.MODEL_ADAPTER]
+    return next(a for a in offered if (a.name, a.original) == (family, original)).hooks()

@@ -25,9 +25,7 @@ _MODELING = "transformers.models.gpt_neox.modeling_gpt_neox"
 def _layer(heads: int) -> tuple[Rule, ...]:
     return (
         *module("input_layernorm", "attention.pre_layernorm"),
-        *fused(
-            "attention.query_key_value", ["attention.query", "attention.key", "attention.value"], heads=heads
-        ),
+        *fused("attention.query_key_value", ["attention.query", "attention.key", "attention.value"], heads=heads),
         *module("attention.dense", "attention.dense"),
         *module("post_attention_layernorm", "output.pre_layernorm"),
         *module("mlp.dense_h_to_4h", "output.dense1"),

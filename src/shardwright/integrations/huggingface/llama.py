@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.integrations.huggingface.adapter import Adapter
-from shardwright.integrations.huggingface.renaming import Mask, Renaming, Rule, Tie, module, prefixed, same
+from shardwright.integrations.huggingface.renaming import Mask, Renaming, Rule, Tie, module, same
 from shardwright.integrations.huggingface.settings import activation, rotary
 
 _MODELING = "transformers.models.llama.modeling_llama"

@@ -84,8 +84,10 @@ class PartitionPlan:
         return (self.num_stages - 1) / (microbatches + self.num_stages - 1)
 
     def efficiency(self, microbatches: int) -> float:
-        """Expected speed, of p times one process: what bubble and imbalance leave."""
-        return (1 - self.bubble(microbatches)) / self.imbalance
+        """Expected speed, of p times one process: a stage is done when those before it have begun, and it has worked."""
+        work = [stage.work for stage in self.stages]
+        last = max(sum(work[:stage]) + microbatches * own for stage, own in enumerate(work))
+        return microbatches * sum(work) / (self.num_stages * last) if last else 1.0
 
     def split_modules(self) -> tuple[str, ...]:
         """Modules whose descendants lie on more than one stage: their own forward runs as glue."""

@@ -26,7 +26,7 @@ _NUMBER = "_shardwright_built"
 _ARGUMENTS = "_shardwright_arguments"
 """Where the arguments wait from `__new__` to `nn.Module.__init__`."""
 
-_numbers = count(secrets.randbits(62) << 32)
+_numbers = count(secrets.randbits(29) << 33)
 _records: dict[int, _Record] = {}
 
 

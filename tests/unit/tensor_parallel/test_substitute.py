@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,10 +22,9 @@ X = torch.linspace(-1, 1, 12).reshape(2, 6)
 
 
 @pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_finders", [])
-    yield
 
 
 def register(*hooks: Any, dist: type[nn.Module] = FakeLinear) -> None:

@@ -112,7 +112,7 @@ def test_lm_head_call_inverts_the_mask() -> None:
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     labels = ids()
     args, kwargs = adapter_of("GPT2LMHeadModel").forward_hook(
-        ids(), None, mask, labels=labels, return_dict=True, use_cache=False, output_attentions=None
+        ids(), None, attention_mask=mask, labels=labels, return_dict=True, use_cache=False, output_attentions=None
     )
     assert kwargs == {}
     input_ids, attention_mask, types, positions, given = args[0]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Union
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,10 @@ from shardwright.sharding.spec import ShardSpec
 from shardwright.topology import context
 from shardwright.transport import collectives
 
-Init = Callable[[Tensor, torch.Generator], object]
+Draw = Callable[[Tensor, torch.Generator], object]
 """Fills a whole CPU tensor with initial values, drawing from the generator."""
+Init = Union[Draw, float]  # noqa: UP007 - evaluated when this is imported
+"""How a parameter begins: drawn, or one value everywhere."""
 
 _SEED_BITS = 62
 _initialise = True
@@ -142,6 +144,8 @@ def fresh(spec: ShardSpec, rank: int, init: Init) -> Tensor:
     device = torch.empty(0).device
     if device.type == "meta" or not _initialise:
         return torch.empty(spec.local_shape(rank))
+    if isinstance(init, float):
+        return torch.full(spec.local_shape(rank), init)
     generator = torch.Generator("cpu")
     generator.manual_seed(_common_seed())
     with torch.no_grad():
@@ -157,19 +161,14 @@ def _common_seed() -> int:
     return int(seed.item())
 
 
-def normal(std: float) -> Init:
+def normal(std: float) -> Draw:
     """Normal numbers around zero."""
     return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
 
 
-def uniform(bound: float) -> Init:
+def uniform(bound: float) -> Draw:
     """Numbers from -bound to bound."""
     return lambda tensor, generator: tensor.uniform_(-bound, bound, generator=generator)
-
-
-def constant(value: float) -> Init:
-    """The same number everywhere."""
-    return lambda tensor, generator: tensor.fill_(value)
 
 
 # -- whole weights in and out ------------------------------------------------------------------------------

@@ -49,6 +49,17 @@ class Pending:
         self._finish = finish
         self._on_device = on_device
 
+    def then(self, step: Callable[[], object]) -> None:
+        """Do one thing more at the end of `wait`."""
+        before = self._finish
+
+        def finish() -> None:
+            if before is not None:
+                before()
+            step()
+
+        self._finish = finish
+
     def wait(self) -> None:
         """Return when the result is there (on CUDA: when the current stream would wait for it).
 
@@ -148,6 +159,86 @@ def reduce_scatter(tensor: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
     return result
 
 
+def all_gather_into(
+    output: Tensor, tensor: Tensor, axis: Axis, async_op: bool = False
+) -> Pending | None:
+    """Write the tensors of all ranks of the group, in rank order, into one: output[r] is rank r's.
+
+    output: [n, *tensor.shape], contiguous.   tensor: contiguous, of equal shape and dtype on all ranks.
+    Returns: None, or with async_op what must be waited for before `output` is read.
+    """
+    here = context.world()
+    if len(here.groups.ranks(axis)) == 1 or tensor.numel() == 0:
+        output.copy_(tensor.detach().unsqueeze(0))
+        return None
+    source = _bits(_to_host(here, tensor.detach().contiguous()))
+    carrier, finish = _result(here, output)
+    bits = _bits(carrier)
+    pending = _start(here, axis, "all_gather", bits, lambda group: group._allgather_base(bits, source), finish)
+    return _given_back(pending, async_op)
+
+
+def reduce_scatter_into(
+    output: Tensor, tensor: Tensor, axis: Axis, async_op: bool = False
+) -> Pending | None:
+    """Write this rank's share of the sum of all ranks' tensors: of tensor[r], for r the rank in the group.
+
+    tensor: [n, *output.shape], contiguous.   output: contiguous.
+    Returns: None, or with async_op what must be waited for before `output` is read or `tensor` is written.
+    """
+    here = context.world()
+    if len(here.groups.ranks(axis)) == 1 or tensor.numel() == 0:
+        output.copy_(tensor.detach().sum(0))
+        return None
+    source = tensor.detach().contiguous()
+    if tensor.is_cuda and here.devices.has_nccl:
+        target = output.detach()
+        pending = _start(
+            here,
+            axis,
+            "reduce_scatter",
+            source,
+            lambda group: group._reduce_scatter_base(target, source, dist.ReduceScatterOptions()),
+        )
+        return _given_back(pending, async_op)
+    # gloo has none that moves only what is needed: exchange the shares, add here, in rank order
+    shares = torch.empty_like(source)
+    exchange = all_to_all_into(shares, source, axis, async_op=True)
+    assert exchange is not None
+    exchange.then(lambda: torch.sum(shares, 0, out=output.detach()))
+    return _given_back(exchange, async_op)
+
+
+def all_to_all_into(
+    output: Tensor,
+    tensor: Tensor,
+    axis: Axis,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Send a piece of a tensor to each rank of the group and collect the pieces sent here, in rank order.
+
+    output_sizes, input_sizes: elements of each rank's piece; None cuts into equal pieces.
+    output, tensor: contiguous.
+    Returns: None, or with async_op what must be waited for before `output` is read or `tensor` is written.
+    """
+    here = context.world()
+    if len(here.groups.ranks(axis)) == 1 or (tensor.numel() == 0 and output.numel() == 0):
+        output.view(-1).copy_(tensor.detach().reshape(-1))
+        return None
+    source = _bits(_to_host(here, tensor.detach().contiguous()))
+    carrier, finish = _result(here, output)
+    bits = _bits(carrier)
+    item = tensor.element_size()
+    to_here = [size * item for size in output_sizes or ()]
+    from_here = [size * item for size in input_sizes or ()]
+    pending = _start(
+        here, axis, "all_to_all", bits, lambda group: group.alltoall_base(bits, source, to_here, from_here), finish
+    )
+    return _given_back(pending, async_op)
+
+
 def barrier(axis: Axis = "world", timeout_s: float | None = None) -> None:
     """Return when every rank of the group has called it.
 
@@ -197,6 +288,15 @@ def _carrier(here: context.World, tensor: Tensor) -> tuple[Tensor, Callable[[], 
     if carrier.data_ptr() == target.data_ptr() and carrier.device == target.device:
         return carrier, None
     return carrier, lambda: target.copy_(carrier)
+
+
+def _result(here: context.World, output: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+    """Return the tensor that a backend writes a result into, and how it gets to where it belongs."""
+    target = output.detach()
+    if target.is_cuda and not here.devices.has_nccl:
+        carrier = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        return carrier, lambda: target.copy_(carrier)
+    return target, None
 
 
 def _to_host(here: context.World, tensor: Tensor) -> Tensor:

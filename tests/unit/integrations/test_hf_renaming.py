@@ -99,13 +99,15 @@ def test_both_layouts_of_experts_give_the_same_weights() -> None:
 
 
 def test_both_layouts_of_vit_give_the_same_weights() -> None:
-    layer = hf_models.make("vit").vit.layers[0]
-    flat = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer = next(m for m in hf_models.make("vit").modules() if type(m).__name__ == "ViTLayer")
+    own = {name: value.clone() for name, value in layer.state_dict().items()}
+    flat = vit.layer_table(flat=True).to_huggingface(vit.installed_table().to_distributed(own))
     ours = vit.layer_table(flat=True).to_distributed(dict(flat))
     nested = vit.layer_table(flat=False).to_huggingface(dict(ours))
     assert "attention.attention.query.weight" in nested
     assert "output.dense.bias" in nested
     again = vit.layer_table(flat=True).to_distributed(dict(nested))
+    assert "mlp.fc1.bias" in flat
     assert_same(vit.layer_table(flat=True).to_huggingface(again), flat)
 
 

@@ -17,11 +17,12 @@ from shardwright.integrations.huggingface.settings import NotDistributableError,
 Kind = Literal["lm_head", "model", "encoder", "layer"]
 Hooks = tuple[Callable[..., Any], Callable[..., Any], Callable[[Any], Any]]
 
-_DISTRIBUTED: dict[Kind, str] = {
-    "lm_head": "DistributedTransformerLMHead",
-    "model": "DistributedTransformerLMHead",
-    "encoder": "DistributedTransformer",
-    "layer": "DistributedTransformerLayer",
+_NN = "shardwright.tensor_parallel.nn"
+_DISTRIBUTED: dict[Kind, tuple[str, str]] = {
+    "lm_head": (f"{_NN}.lm_head", "DistributedTransformerLMHead"),
+    "model": (f"{_NN}.lm_head", "DistributedTransformerLMHead"),
+    "encoder": (f"{_NN}.transformer", "DistributedTransformer"),
+    "layer": (f"{_NN}.transformer", "DistributedTransformerLayer"),
 }
 
 
@@ -67,9 +68,8 @@ class Adapter:
 
     def dist_class(self) -> type[nn.Module]:
         """The class of the replacement."""
-        found: type[nn.Module] = getattr(
-            importlib.import_module("shardwright.tensor_parallel.nn"), _DISTRIBUTED[self.kind]
-        )
+        place, name = _DISTRIBUTED[self.kind]
+        found: type[nn.Module] = getattr(importlib.import_module(place), name)
         return found
 
     def arguments(self, module: nn.Module) -> dict[str, Any]:

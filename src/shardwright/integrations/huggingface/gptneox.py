@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import Any
 
@@ -54,11 +55,23 @@ def model_table(heads: int) -> Renaming:
 def lm_table(heads: int, *, tied: bool | None) -> Renaming:
     """The correspondence of a whole language model. tied: None to find out from the weights."""
     model = model_table(heads).prefixed("gpt_neox.", "")
+    written = _head()
+    names = (written, "lm_head" if written == "embed_out" else "embed_out")
     return Renaming(
-        (*model.rules, same("lm_head.weight", "lm_head.weight")),
-        (Tie("lm_head.weight", "gpt_neox.embed_in.weight", "lm_head.weight", tied),),
+        (*model.rules, *(same(f"{name}.weight", "lm_head.weight") for name in names)),
+        (Tie(f"{written}.weight", "gpt_neox.embed_in.weight", "lm_head.weight", tied),),
         model.masks,
     )
+
+
+@cache
+def _head() -> str:
+    """What the installed version calls the head: `embed_out` in transformers 4, `lm_head` later."""
+    try:
+        keys = importlib.import_module(_MODELING).GPTNeoXForCausalLM._tied_weights_keys
+    except ImportError:
+        return "lm_head"
+    return "embed_out" if "embed_out.weight" in keys else "lm_head"
 
 
 def layer_settings(config: Any, _: int | None) -> dict[str, Any]:

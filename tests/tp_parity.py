@@ -159,6 +159,12 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for part in objects.allgather_object(mine, "pp"):
         found.update(part)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.get_module().named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for several in names.values():
+        gradient = next(found[name] for name in several if name in found)
+        found.update(dict.fromkeys(several, gradient))
     return found
 
 

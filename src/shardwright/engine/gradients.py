@@ -156,7 +156,9 @@ class Gradients:
         count = self._arrived.get(parameter, 0) + 1
         self._arrived[parameter] = count
         if count >= self._expected.get(parameter, 1 << 60):
-            self._reducer_of[id(parameter)].ready(parameter)
+            reducer = self._reducer_of.get(id(parameter))
+            if reducer is not None:
+                reducer.ready(parameter)
 
     def _plain_backward_begins(self) -> None:
         """A `loss.backward()` outside of steps reduces when autograd is done with it."""

@@ -8,7 +8,9 @@ Names that do not work yet are listed in `_not_built`.
 from __future__ import annotations
 
 from shardwright.engine.state import state
+from shardwright.integrations.huggingface import families as _families
 from shardwright.integrations.huggingface import output_capture as _output_capture
+from shardwright.tensor_parallel import registry as _registry
 from shardwright.torch import (
     _not_built,
     amp,
@@ -191,3 +193,4 @@ delayed_param_initialization = delay_param_initialization
 delayed_parameter_initialization = delay_param_initialization
 
 _output_capture.install()
+_registry.register_finder(_families.find)

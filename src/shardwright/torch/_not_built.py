@@ -13,17 +13,6 @@ from typing import Any, Final, NoReturn
 from shardwright.errors import NotBuiltError
 
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensor parallelism (distributed modules) is missing": (
-        "nn.DistributedAttentionLayer",
-        "nn.DistributedEmbedding",
-        "nn.DistributedLinear",
-        "nn.DistributedModule",
-        "nn.DistributedTransformer",
-        "nn.DistributedTransformerLMHead",
-        "nn.DistributedTransformerLayer",
-        "nn.DistributedTransformerOutputLayer",
-        "nn.FlashAttentionLayer",
-    ),
     "half precision (float32 masters and a loss scale that all ranks agree on) is missing": (
         "amp.GradScaler",
     ),

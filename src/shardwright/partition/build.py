@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardwright.log import get_logger
-from shardwright.partition.assign import assign
+from shardwright.partition.assign import assign, stage_shares
 from shardwright.partition.cost import price
 from shardwright.partition.manual import assign_by_hand
 from shardwright.partition.plan import PartitionPlan, check_ties, replicated, summarize
@@ -28,7 +28,8 @@ def make_plan(
     """Decide which stage owns which module.
 
     args, kwargs: the inputs of one microbatch. config: auto_partition, default_partition, memory_weight,
-    skip_tracing, tied_weights, active_microbatches are read.
+    optimize, pipeline, microbatches, skip_tracing, tied_weights,
+    active_microbatches are read.
     Called by: one rank; the engine sends the result to the others. Collectives: none. The model is left as it
     was.
     Raises: PartitionError for an assignment by hand that can't be used.
@@ -41,7 +42,8 @@ def make_plan(
         if join_ties:
             check_ties(tree, by_hand)
     how: TraceKind = "none" if config.skip_tracing or pp == 1 else "fake"
-    tree = tree.with_trace(trace(module, args, kwargs, how=how))
+    communicates = config.tensor_parallel_degree > 1 and any(node.indivisible for node in tree.nodes.values())
+    tree = tree.with_trace(trace(module, args, kwargs, how=how, may_run=not communicates))
     if tree.trace.how == "none" and how != "none":
         _log.warning(
             "the model's forward could not be traced, so the partition is made from module order and "
@@ -52,7 +54,15 @@ def make_plan(
     if by_hand is not None:
         stage_of = by_hand
     else:
-        stage_of = assign(tree, pp, config.memory_weight, in_flight=in_flight, join_ties=join_ties)
+        waves = config.optimize == "speed" and config.pipeline == "interleaved"
+        stage_of = assign(
+            tree,
+            pp,
+            config.memory_weight,
+            shares=stage_shares(pp, config.microbatches) if waves else None,
+            in_flight=in_flight,
+            join_ties=join_ties,
+        )
     prices = price(tree, config.memory_weight, in_flight=in_flight, count_copies=not join_ties)
     return PartitionPlan(
         num_stages=pp,

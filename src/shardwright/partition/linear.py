@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,12 +17,18 @@ Row = npt.NDArray[np.float64]
 
 
 def cut(
-    costs: list[float], entry_costs: list[float], num_segments: int, *, max_places: int = 1024
+    costs: list[float],
+    entry_costs: list[float],
+    num_segments: int,
+    *,
+    shares: Sequence[float] | None = None,
+    max_places: int = 1024,
 ) -> list[int]:
     """Return where each segment begins (the first is 0), so that the costliest segment is as cheap as can be.
 
     A cut costs the entry cost of the item after it, on both sides: a segment costs the sum of its items and
-    of the cuts at its ends. Among cuts within SLACK of the optimum, the one with the least sum of entry costs
+    of the cuts at its ends. shares: what each segment should get, 1 on average; costs are compared relative to it.
+    Among cuts within SLACK of the optimum, the one with the least sum of entry costs
     and of squared segment costs wins; then the one with the later cuts. Exactly `num_segments` segments, none
     empty; fewer only if there are fewer items. More than `max_places` places to cut are thinned out to the
     cheapest of each neighbourhood.
@@ -36,30 +44,36 @@ def cut(
     sums = before[None, :] - before[:-1, None]
     sums[np.tril_indices(count, m=count + 1)] = np.inf
     segment = sums + entry[:, None] + np.append(entry, 0.0)[None, :]
-    limit = _bottleneck(segment, num_segments) * (1 + SLACK) + _NOISE
-    price = np.where(segment <= limit, entry[:, None] + EVENNESS * num_segments * np.square(sums), np.inf)
-    return [places[index] for index in _cheapest(price, num_segments)]
+    parts = [1.0] * num_segments if shares is None else [float(share) for share in shares[:num_segments]]
+    limit = _bottleneck(segment, parts) * (1 + SLACK) + _NOISE
+
+    def price(part: float) -> Row:
+        squares = EVENNESS * num_segments * np.square(sums / part)
+        return np.where(segment / part <= limit, entry[:, None] + squares, np.inf)
+
+    return [places[index] for index in _cheapest(price, parts)]
 
 
-def _bottleneck(segment: Row, num_segments: int) -> float:
-    """The least possible maximum of `num_segments` consecutive segments."""
-    best = segment[0].copy()
-    for _ in range(num_segments - 1):
-        best = np.minimum.reduce(np.maximum(best[:-1, None], segment), axis=0)
+def _bottleneck(segment: Row, parts: list[float]) -> float:
+    """The least possible maximum of consecutive segments, each relative to its part."""
+    best = segment[0] / parts[0]
+    for part in parts[1:]:
+        best = np.minimum.reduce(np.maximum(best[:-1, None], segment / part), axis=0)
     return float(best[-1])
 
 
-def _cheapest(price: Row, num_segments: int) -> list[int]:
+def _cheapest(price_of: Callable[[float], Row], parts: list[float]) -> list[int]:
     """Starts of the segments with the least sum of prices; of equals, the later start."""
-    best = price[0].copy()
+    best = price_of(parts[0])[0].copy()
     choices: list[npt.NDArray[np.intp]] = []
-    for _ in range(num_segments - 1):
+    for part in parts[1:]:
+        price = price_of(part)
         with_last = best[:-1, None] + price
         best = with_last.min(axis=0)
         near = with_last <= best[None, :] + _NOISE
         choices.append(len(price) - 1 - np.argmax(near[::-1], axis=0))
     starts: list[int] = []
-    end = price.shape[1] - 1
+    end = len(best) - 1
     for choice in reversed(choices):
         end = int(choice[end])
         starts.append(end)

@@ -84,8 +84,10 @@ class PartitionPlan:
         return (self.num_stages - 1) / (microbatches + self.num_stages - 1)
 
     def efficiency(self, microbatches: int) -> float:
-        """Expected speed, of p times one process: what bubble and imbalance leave."""
-        return (1 - self.bubble(microbatches)) / self.imbalance
+        """Expected speed, of p times one process: a stage is done when those before it have begun, and it has worked."""
+        work = [stage.work for stage in self.stages]
+        last = max(sum(work[:stage]) + microbatches * own for stage, own in enumerate(work))
+        return microbatches * sum(work) / (self.num_stages * last) if last else 1.0
 
     def split_modules(self) -> tuple[str, ...]:
         """Modules whose descendants lie on more than one stage: their own forward runs as glue."""
@@ -176,7 +178,8 @@ class PartitionPlan:
         """See that the plan is for this model.
 
         Raises: PartitionError naming modules that the plan lacks or the model lacks, a stage out of range, or
-        a shared parameter on several stages that the plan doesn't list as replicated.
+        a shared parameter on several stages that the plan doesn't list as replicated, or an indivisible module on
+        several stages.
         """
         tree = build_tree(model)
         lacking = [name for name in tree.nodes if name not in self.stage_of]
@@ -192,6 +195,13 @@ class PartitionPlan:
                 raise PartitionError(
                     f"module '{name}' is on stage {stage}, expected 0 to {self.num_stages - 1}"
                 )
+        for whole, *inside in tree.welds():
+            for name in inside:
+                if self.stage_of[name] != self.stage_of[whole]:
+                    raise PartitionError(
+                        f"module '{name}' is on stage {self.stage_of[name]}, but '{whole}', which can't be divided, is"
+                        f" on stage {self.stage_of[whole]}"
+                    )
         check_ties(tree, self.stage_of, allowed={tied.name for tied in self.replicas})
 
 

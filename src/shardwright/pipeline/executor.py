@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -190,19 +189,6 @@ class Executor:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._running), ctypes.py_object(_Cancelled))
 
 
-def _share_one_arena() -> None:
-    """Let all threads allocate from one arena: glibc gives each its own, and microbatches never run at once.
-
-    What one microbatch frees is then there for the next one; several hundred MB for a model of 30M parameters.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
-
-
-_M_ARENA_MAX = -8  # glibc's malloc.h
-
-
 class _Workers:
     """Threads that are used again: a new one would bring a new memory arena and a new team of OpenMP
     threads."""
@@ -216,8 +202,6 @@ class _Workers:
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
-            if self._count == 0:
-                _share_one_arena()
             inbox = queue.SimpleQueue()
             self._count += 1
             thread = threading.Thread(

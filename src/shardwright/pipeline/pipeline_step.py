@@ -138,8 +138,15 @@ class PipelineSteps:
         if any(program != programs[0] for program in programs):
             tables.pop(key, None)
         elif key not in tables or tables[key].program != programs[0]:
-            active = context.world().config.active_microbatches
-            tables[key] = make_timetable(self._kind, programs[0], len(frames), active, self.runtime.size)
+            config = context.world().config
+            tables[key] = make_timetable(
+                self._kind,
+                programs[0],
+                len(frames),
+                config.active_microbatches,
+                self.runtime.size,
+                optimize=config.optimize,
+            )
 
     def _settle(self, frames: Sequence[Frame]) -> None:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need

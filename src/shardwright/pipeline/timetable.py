@@ -12,7 +12,7 @@ lowest unfinished one waiting. That order is also the one in which gradients add
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
@@ -29,8 +29,8 @@ the rank after the other together, as in Megatron's interleaved schedule.
 
 _PREFERENCES: tuple[Preference, ...] = ("backward", "alternate", "waves")
 
-_WORTHWHILE = 0.98
-"""A table that needs more memory must shorten the step to this part of what it was."""
+WORTHWHILE: Mapping[str, float] = {"memory": 0.9, "speed": 0.98}
+"""By `optimize`: to which part of what it was a table must shorten the step to be allowed more memory."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,21 @@ def make_timetable(
     active_microbatches: int,
     num_ranks: int,
     *,
+    optimize: Literal["memory", "speed"] = "speed",
     latency: float = 0.0,
 ) -> Timetable:
     """The best table found for microbatches that all run `program`.
 
     Limits start from 1F1B's (the number of ranks that come after, in the order in which the program first
-    computes on them) and are raised alike up to `active_microbatches` while that shortens the step by more
-    than 2 %.
+    computes on them) and are raised alike up to `active_microbatches` while that shortens the step by enough, see
+    WORTHWHILE.
     latency: time that a message takes.
     """
     best: Timetable | None = None
     for limits in _limits(kind, program, num_microbatches, active_microbatches, num_ranks):
         for preference in _PREFERENCES:
             table = _Drawing(program, num_microbatches, limits, preference, kind == "simple", latency).draw()
-            if best is None or table.makespan < best.makespan * _WORTHWHILE:
+            if best is None or table.makespan < best.makespan * WORTHWHILE[optimize]:
                 best = table
     assert best is not None
     return best

@@ -24,6 +24,7 @@ from shardwright.topology import failure
 from shardwright.topology.devices import DeviceChoice
 from shardwright.topology.failure import FailureBoard
 from shardwright.topology.groups import Groups, build_groups
+from shardwright.topology.host_memory import share_one_arena
 from shardwright.topology.ranks import Coordinates, Degrees, RankTable
 from shardwright.topology.rendezvous import Rendezvous, meet
 
@@ -146,6 +147,8 @@ def _init_again(config: Mapping[str, Any]) -> None:
 def _start(resolved: Resolved) -> None:
     global _state, _atexit_registered
     config = resolved.config
+    if config.pipeline_parallel_degree > 1:
+        share_one_arena()
     found = meet(config, os.environ, check_world=lambda size: check_world(config, size))
     try:
         world = _build_world(config, found)

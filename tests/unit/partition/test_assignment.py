@@ -14,7 +14,7 @@ from partition_models import LM, TRANSFORMERS, Case, ResNet, gpt2, ids, lm, resn
 from torch import Tensor, nn
 
 from shardwright.errors import PartitionError
-from shardwright.partition.assign import assign
+from shardwright.partition.assign import assign, stage_shares
 from shardwright.partition.cost import price
 from shardwright.partition.descend import descend
 from shardwright.partition.linear import SLACK, cut
@@ -22,6 +22,8 @@ from shardwright.partition.outline import outline
 from shardwright.partition.records import ModuleRecord, Trace
 from shardwright.partition.trace import trace
 from shardwright.partition.tree import ModuleNode, ModuleTree, ParameterInfo, build_tree
+from shardwright.pipeline.schedule import chain
+from shardwright.pipeline.timetable import make_timetable
 
 
 def traced(case: Case) -> ModuleTree:
@@ -149,6 +151,27 @@ def test_cut_avoids_dear_places_unless_they_pay() -> None:
     assert cut(costs, [0, 0, 0, 0, 0, 0], 2) == [0, 3]
     assert cut(costs, [0, 0, 0, 2, 0, 0], 2) in ([0, 2], [0, 4])
     assert cut(costs, [0, 0, 0, 0.1, 0, 0], 2) == [0, 3]
+
+
+def test_cut_by_shares() -> None:
+    assert cut([1.0] * 12, [0.0] * 12, 3) == [0, 4, 8]
+    assert cut([1.0] * 12, [0.0] * 12, 3, shares=[1.5, 1.0, 0.5]) == [0, 6, 10]
+
+
+@pytest.mark.parametrize(("num_stages", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 64)])
+def test_shares_make_a_step_shorter_than_equal_stages_do(num_stages: int, microbatches: int) -> None:
+    shares = stage_shares(num_stages, microbatches)
+    assert sum(shares) == pytest.approx(num_stages)
+
+    def makespan(costs: list[float]) -> float:
+        program = chain(costs, [2 * cost for cost in costs])
+        return make_timetable("interleaved", program, microbatches, num_stages + 2, num_stages).makespan
+
+    assert makespan(shares) < makespan([1.0] * num_stages) * (0.98 if num_stages < 8 else 1.03)
+
+
+def test_one_microbatch_is_no_pipeline() -> None:
+    assert stage_shares(3, 1) == [1.0, 1.0, 1.0]
 
 
 def test_cut_of_many_items_is_thinned_out_but_good() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -156,8 +157,15 @@ def test_explain_is_a_table_a_person_can_read() -> None:
 def test_bubble_imbalance_and_efficiency() -> None:
     plan = plan_for(vit(), 4)
     assert plan.bubble(8) == pytest.approx(3 / 11)
-    assert plan.efficiency(8) == pytest.approx((8 / 11) / plan.imbalance)
     assert plan.efficiency(8) < plan.efficiency(64) < 1
+    alike = replace(plan, stages=(plan.stages[0],) * 4)
+    assert alike.efficiency(8) == pytest.approx(8 / 11)
+    falling = zip(alike.stages, (6.0, 5.0, 4.0, 3.0), strict=True)
+    front_heavy = replace(plan, stages=tuple(replace(stage, work=work) for stage, work in falling))
+    assert front_heavy.efficiency(8) == pytest.approx(8 * 18 / (4 * 8 * 6))  # the first stage never waits
+    assert replace(front_heavy, stages=front_heavy.stages[::-1]).efficiency(8) == pytest.approx(
+        8 * 18 / (4 * (3 + 4 + 5 + 8 * 6))
+    )
 
 
 def test_split_modules_are_those_with_parts_elsewhere() -> None:

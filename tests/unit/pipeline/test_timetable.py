@@ -90,6 +90,15 @@ def test_more_is_held_only_if_it_helps() -> None:
     assert distant.makespan < held_back.makespan
 
 
+def test_saving_memory_asks_more_of_what_is_held() -> None:
+    program = chain([1.08, 0.92], [2.16, 1.84])
+    fast = make_timetable("interleaved", program, 8, 4, 2, optimize="speed")
+    small = make_timetable("interleaved", program, 8, 4, 2, optimize="memory")
+    assert small.peak_held == (2, 1)
+    assert fast.peak_held[0] > 2
+    assert fast.makespan < 0.95 * small.makespan
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data(), KINDS, st.integers(1, 5), st.integers(1, 6), st.integers(1, 8), st.sampled_from([0.0, 0.1, 3.0]))
 def test_any_program_ends_within_its_limits(

@@ -62,7 +62,8 @@ def layer_settings(config: Any, index: int | None) -> dict[str, Any]:
         "layernorm_epsilon": config.layer_norm_epsilon,
         "initializer_range": 0.02 * config.initializer_factor,
         "use_normal_initialization": True,
-        "causal_mask_size": config.n_positions if config.is_decoder and hasattr(config, "n_positions") else None,
+        # There is no longest sequence; any size makes the layer causal.
+        "causal_mask_size": config.relative_attention_max_distance if config.is_decoder else None,
         "add_cross_attention": bool(config.is_decoder),
         "pre_layernorm": True,
         "post_layernorm": False,

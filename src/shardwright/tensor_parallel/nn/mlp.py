@@ -1,13 +1,50 @@
-"""`DistributedTransformerOutputLayer`: the feed-forward half of a layer, and its mixture of experts."""
+"""`DistributedTransformerOutputLayer`: the feed-forward half of a layer."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwright.tensor_parallel.module import DistributedModule
-from shardwright.tensor_parallel.nn.options import Norm, SplitExperts
+from shardwright.errors import ConfigError
+from shardwright.tensor_parallel import batch, randomness
+from shardwright.tensor_parallel.module import DistributedModule, keeps_hidden_sliced
+from shardwright.tensor_parallel.nn.functional import column_linear, row_linear
+from shardwright.tensor_parallel.nn.linear import SlicedLinear
+from shardwright.tensor_parallel.nn.norm import make_norm
+from shardwright.tensor_parallel.nn.options import Norm
+from shardwright.tensor_parallel.nn.residual import add_residual, check_norms
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+_TANH_GELU: Activation = partial(nn.functional.gelu, approximate="tanh")
+
+ACTIVATIONS: Final[dict[str, Activation]] = {
+    "gelu": nn.functional.gelu,
+    "gelu_new": _TANH_GELU,
+    "gelu_tanh": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "relu": nn.functional.relu,
+    "quick_gelu": _quick_gelu,
+    "silu": nn.functional.silu,
+    "swish": nn.functional.silu,
+}
+"""Activations by the names that transformers gives them."""
+
+
+def find_activation(name: str) -> Activation:
+    """Return an activation by name. Raises: ConfigError with the names that are known."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"'activation' is {name!r}, expected one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 class DistributedTransformerOutputLayer(DistributedModule):
@@ -40,47 +77,73 @@ class DistributedTransformerOutputLayer(DistributedModule):
         nested: bool = False,
     ) -> None:
         super().__init__()
-        raise NotImplementedError
+        check_norms(pre_layernorm, post_layernorm, residual)
+        batch.check_hidden(hidden_size)
+        self.sliced = keeps_hidden_sliced()
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.activation = activation
+        self._activate = find_activation(activation)
+        self.fp32_residual_addition = fp32_residual_addition
+        self.residual = residual
+        self.nested = nested
+        if not nested:
+            self.enter = batch.EnterScaledBatch()
+            self.leave = batch.LeaveScaledBatch()
+
+        def column() -> SlicedLinear:
+            return SlicedLinear(
+                hidden_size,
+                intermediate_size,
+                mlp_bias,
+                split="column",
+                initializer_range=initializer_range,
+                use_normal_initialization=use_normal_initialization,
+            )
+
+        self.pre_layernorm = (
+            make_norm(norm, hidden_size, layernorm_epsilon, sliced=self.sliced) if pre_layernorm else None
+        )
+        self.dense1 = column()
+        self.dense1_gate = column() if gated else None
+        self.dense2 = SlicedLinear(
+            intermediate_size,
+            hidden_size,
+            mlp_bias,
+            split="row",
+            initializer_range=initializer_range,
+            use_normal_initialization=use_normal_initialization,
+        )
+        self.layernorm = make_norm(norm, hidden_size, layernorm_epsilon, sliced=self.sliced) if post_layernorm else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Hidden states to hidden states.
 
+        Called by: every rank of the tp group. Collectives: those of `column_linear` and `row_linear`, of the
+        norms in memory mode, and of the batch exchange unless nested.
+        """
+        if not self.nested:
+            (hidden,) = self.enter(hidden)
+        residual = hidden
+        if self.pre_layernorm is not None:
+            hidden = self.pre_layernorm(hidden)
+        hidden = row_linear(
+            self._expand(hidden),
+            self.dense2.weight,
+            self.dense2.bias,
+            leave="hidden" if self.sliced else "whole",
+        )
+        hidden = randomness.dropout(hidden, self.hidden_dropout_prob, self.training, split=self.sliced)
+        if self.residual:
+            hidden = add_residual(hidden, residual, self.fp32_residual_addition)
+        if self.layernorm is not None:
+            hidden = self.layernorm(hidden)
+        return hidden if self.nested else self.leave(hidden)
 
-class DistributedMixtureOutputLayer(DistributedModule):
-    """A router and gated experts, of which each token visits a few.
-
-    Parameters: router.weight [experts, hidden], experts_gate and experts_up [experts, intermediate, hidden],
-    experts_down [experts, hidden, intermediate], pre_layernorm, layernorm.
-    split_experts: "intermediate": every rank holds a slice of each expert; "experts": a rank holds whole
-        experts; None: every rank holds all of them.
-    normalize_router: the weights of a token's experts are scaled to sum to one.
-    """
-
-    indivisible: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "silu",
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-        fp32_residual_addition: bool = False,
-        *,
-        num_experts: int = 8,
-        experts_per_token: int = 2,
-        normalize_router: bool = True,
-        split_experts: SplitExperts | None = "intermediate",
-        norm: Norm = "layernorm",
-        residual: bool = True,
-        nested: bool = False,
-    ) -> None:
-        super().__init__()
-        raise NotImplementedError
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
+    def _expand(self, hidden: Tensor) -> Tensor:
+        """[..., intermediate / tp]"""
+        up, gate = self.dense1, self.dense1_gate
+        if gate is None:
+            (wide,) = column_linear(hidden, [up.weight], [up.bias], sliced=self.sliced)
+            return self._activate(wide)
+        opening, wide = column_linear(hidden, [gate.weight, up.weight], [gate.bias, up.bias], sliced=self.sliced)
+        return self._activate(opening) * wide

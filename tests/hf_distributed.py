@@ -17,7 +17,9 @@ import hf_models
 from shardwright.integrations.huggingface import families
 from shardwright.integrations.huggingface.adapter import Adapter
 from shardwright.integrations.huggingface.renaming import Renaming
-from shardwright.tensor_parallel.module import gather_full, load_full, spec_of
+from shardwright.tensor_parallel.module import DistributedModule, gather_full, load_full, spec_of
+from shardwright.topology import context
+from shardwright.transport import collectives
 
 
 class Called(nn.Module):
@@ -57,7 +59,15 @@ class Distributed:
     sites: list[Site] = field(default_factory=list)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients by plain names; zeros where there is none. Collective over the tp group."""
+        """Whole gradients by plain names, summed over all samples; zeros where there is none.
+
+        Collective over the tp group: what worked on each rank's own samples is summed here.
+        """
+        if not context.world().config.prescaled_batch:
+            for name, parameter in self.model.named_parameters():
+                if not _scaled(self.model, name):
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    collectives.all_reduce(parameter.grad, "tp")
         found: dict[str, Tensor] = {}
         for site in self.sites:
             found.update(site.plain(gather_full(_gradients(site.module), spec_of(site.module))))
@@ -103,6 +113,15 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
+
+
+def _scaled(model: nn.Module, name: str) -> bool:
+    """Whether a parameter works on the samples of the whole tp group: the innermost distributed module decides."""
+    scaled, module = False, model
+    for part in name.split(".")[:-1]:
+        module = getattr(module, part)
+        scaled = module.scaled_batch if isinstance(module, DistributedModule) else scaled
+    return scaled
 
 
 def batch_of(case: str, seed: int = 0, size: int = 3) -> dict[str, Tensor]:

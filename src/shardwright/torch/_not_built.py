@@ -13,25 +13,6 @@ from typing import Any, Final, NoReturn
 from shardwright.errors import NotBuiltError
 
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensor parallelism (marking modules and replacing them by distributed ones) is missing": (
-        "model_creation",
-        "set_tensor_parallelism",
-        "tensor_parallelism",
-        "tp_register",
-        "tp_register_with_module",
-        "utils.get_distribution_axis",
-    ),
-    "tensor parallelism (distributed modules) is missing": (
-        "nn.DistributedAttentionLayer",
-        "nn.DistributedEmbedding",
-        "nn.DistributedLinear",
-        "nn.DistributedModule",
-        "nn.DistributedTransformer",
-        "nn.DistributedTransformerLMHead",
-        "nn.DistributedTransformerLayer",
-        "nn.DistributedTransformerOutputLayer",
-        "nn.FlashAttentionLayer",
-    ),
     "half precision (float32 masters and a loss scale that all ranks agree on) is missing": (
         "amp.GradScaler",
     ),

@@ -31,6 +31,8 @@ class Called(nn.Module):
         self.before = adapter.forward_hook
         self.after = adapter.return_hook(original)
         self.config = getattr(original, "config", None)
+        if hasattr(original, "attention_type"):  # by which transformers 4 chooses a layer's mask
+            self.attention_type = original.attention_type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.before(*args, **kwargs)

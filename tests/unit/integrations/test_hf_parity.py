@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import hf_models
 from hf_distributed import assert_close, batch_of, distribute, plain_step, step
@@ -16,6 +17,15 @@ DECODERS = [case for case in hf_models.CASES if not case.startswith(("bert", "ro
 ENCODERS = ["bert", "bert_decoder", "roberta"]
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def has_attention(case: str, attention: str) -> bool:
+    """Whether transformers computes a case with this implementation of attention, and right."""
+    if attention == "eager":
+        return True
+    if case == "gpt2_scaled":  # version 4 leaves the scale by layer out
+        return int(transformers.__version__.split(".")[0]) > 4
+    return not case.startswith("gptneo") or case.startswith("gptneox")
 
 
 def check(case: str, kinds: tuple[str, ...], attention: str, training: bool = True, **changes: Any) -> None:
@@ -36,7 +46,7 @@ def check(case: str, kinds: tuple[str, ...], attention: str, training: bool = Tr
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("case", [*DECODERS, *ENCODERS])
 def test_outermost_modules(case: str, attention: str) -> None:
-    if case.startswith("gptneo") and not case.startswith("gptneox") and attention == "sdpa":
+    if not has_attention(case, attention):
         pytest.skip("transformers has no such attention for this family")
     check(case, WHOLE, attention)
 
@@ -44,6 +54,6 @@ def test_outermost_modules(case: str, attention: str) -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("case", hf_models.CASES)
 def test_single_layers(case: str, attention: str) -> None:
-    if (case.startswith("gptneo") and not case.startswith("gptneox")) and attention == "sdpa":
+    if not has_attention(case, attention):
         pytest.skip("transformers has no such attention for this family")
     check(case, ("layer",), attention)

@@ -28,7 +28,7 @@ JOBS: list[Job] = [
     ("mistral_bare", WHOLE),
     ("qwen2", WHOLE),
     ("qwen3", WHOLE),
-    # ("mixtral", WHOLE),
+    ("mixtral", WHOLE),
     ("bert", WHOLE),
     ("bert_decoder", WHOLE),
     ("roberta", ("layer",)),

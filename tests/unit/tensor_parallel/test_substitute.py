@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -252,7 +253,23 @@ def test_hooks_translate_arguments_calls_and_results() -> None:
     assert torch.equal(root(X, scale=2.0), X @ root.kernel.t() * 2.0)
     assert "'kernel' [3, 6] differs" in report.replaced[0].fresh
     assert "forward" not in vars(root)
-    assert copy.deepcopy(root)(X).shape == (2, 3)
+    twin = copy.deepcopy(root)
+    assert type(twin) is type(root)
+    assert torch.equal(twin(X), root(X))
+
+
+def _scale_first(x: Tensor, scale: float = 1.0) -> Any:
+    return (x * scale,), {}
+
+
+def test_modules_with_hooks_can_be_pickled() -> None:
+    register(None, _scale_first)
+    with smp.tensor_parallelism():
+        module = Dense(6)
+    root, _ = substitute(module)
+    loaded = pickle.loads(pickle.dumps(root))
+    assert type(loaded) is type(root)
+    assert torch.equal(loaded(X, 2.0), root(X, 2.0))
 
 
 @pytest.mark.parametrize("wrong", [3, (1, 2, 3), ((1,), 2), (1, {})])

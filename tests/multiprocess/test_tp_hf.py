@@ -84,11 +84,18 @@ def check(pool: RankPool, tp: int, mode: tuple[str, bool], jobs: list[Job], opti
                 raise AssertionError(f"{case} {kinds} at tp rank {rank}: {error}") from error
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [("speed", False), ("memory", True)])
 def test_families_on_two_ranks(pool2: RankPool, mode: tuple[str, bool]) -> None:
     check(pool2, 2, mode, JOBS, {})
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("mode", [("speed", True), ("memory", False)])
+def test_families_on_two_ranks_in_other_modes(pool2: RankPool, mode: tuple[str, bool]) -> None:
+    check(pool2, 2, mode, JOBS, {})
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize("mode", MODES)
 def test_families_on_four_ranks(pool4: RankPool, mode: tuple[str, bool]) -> None:
     check(pool4, 4, mode, JOBS, {})

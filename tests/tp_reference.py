@@ -117,7 +117,7 @@ def compare(got: Sequence[Result], want: Sequence[Result], rel: float = 2e-5) ->
     """Every rank's output, input gradients, full gradients and weights against one process.
 
     rel: of the tensor's largest value; sums run in another order on ranks. A gradient that is zero but for rounding
-    is measured by the largest gradient of the model times 1e-3.
+    is measured by the largest gradient of the model times 1e-2.
     """
     faults: list[str] = []
     for rank, result in enumerate(got):
@@ -150,7 +150,7 @@ def _fault(what: str, got: Any, want: Any, scale: float, rel: float) -> str | No
     if not got.numel():
         return None
     difference = float((got.double() - want.double()).abs().max())
-    size = max(float(want.double().abs().max()), 1e-3 * scale)
+    size = max(float(want.double().abs().max()), 1e-2 * scale)
     return None if difference <= rel * size else f"{what}: differs by {difference:.3e} of {size:.3e}"
 
 

@@ -48,7 +48,7 @@ class EnterScaledBatch(DistributedModule):
         self.sliced = keeps_hidden_sliced()
         self.prescaled = prescaled_batch()
 
-    def forward(self, hidden: Tensor | None, *others: Any) -> tuple[Any, ...]:
+    def forward(self, hidden: Tensor | None, *others: Any, num_samples: int | None = None) -> tuple[Any, ...]:
         """Return the hidden states ([B, ..., H]) and the others on the scaled batch.
 
         others: tensors whose dim 0 is the batch: masks, positions. One that has a single row for several

@@ -313,9 +313,10 @@ class DistributedAttentionLayer(DistributedModule):
             seen = positions.visible(length, causal=self.causal, window=window, device=query.device)
             if bias is None:
                 bias = torch.zeros(1, 1, 1, 1, dtype=query.dtype, device=query.device)
-            bias = bias.to(query.dtype).masked_fill(~seen, lowest)
+            bias = bias.masked_fill(~seen, lowest)
         assert bias is not None
-        bias = bias.to(query.dtype)
+        if bias.dtype != query.dtype:  # the lowest float32 would become -inf, and rows of it not a number
+            bias = bias.clamp(min=lowest).to(query.dtype)
         return bias.expand(-1, -1, length, -1) if bias.shape[2] == 1 else bias, False
 
 

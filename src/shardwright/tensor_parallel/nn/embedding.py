@@ -83,7 +83,8 @@ class DistributedEmbedding(DistributedModule):
         self.spec = self.shard_specs().get("weight", ShardSpec.replicated(shape))
 
     def forward(self, input: Tensor) -> Tensor:
-        ids = input if self.skip_allgather or self.prescaled else comm.gather_batch(input)
+        alike = self.nested and input.dim() == 1  # positions without a batch dim: the same on all ranks
+        ids = input if self.skip_allgather or self.prescaled or alike else comm.gather_batch(input)
         if self.split == "vocabulary":
             return self._leave_partial(self._look_up_own(ids))
         found = self._look_up(ids, self.padding_idx)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tp_reference as ref
 from harness import RankPool
 from shardwright.tensor_parallel.nn.attention import DistributedAttentionLayer
+from shardwright.tensor_parallel.nn.mixture import DistributedMixtureOutputLayer
 from shardwright.tensor_parallel.nn.mlp import DistributedTransformerOutputLayer
 from shardwright.tensor_parallel.nn.transformer import DistributedTransformer, DistributedTransformerLayer
 
@@ -49,6 +50,12 @@ OUTPUT: dict[str, dict[str, Any]] = {
     "relu, quick": {"activation": "quick_gelu", "fp32_residual_addition": True},
 }
 
+MIXTURE: dict[str, dict[str, Any]] = {
+    "split": {**PRE},
+    "by experts": {**PRE, "norm": "rmsnorm", "split_experts": "experts"},
+    "replicated": {"split_experts": None, "normalize_router": False},
+}
+
 LAYER: dict[str, dict[str, Any]] = {
     "post norm": {},
     "pre norm": {**PRE, "causal_mask_size": 16},
@@ -56,6 +63,7 @@ LAYER: dict[str, dict[str, Any]] = {
     "shared norm": {**PRE, "causal_mask_size": 16, "parallel_residual": "shared_norm", **ROTARY},
     "two norms": {**PRE, "causal_mask_size": 16, "parallel_residual": "two_norms", **ROTARY},
     "gated": {**PRE, "norm": "rmsnorm", "gated": True, "activation": "silu", "mlp_bias": False},
+    "mixture": {**PRE, "norm": "rmsnorm", "activation": "silu", "num_experts": 5, "experts_per_token": 2},
 }
 
 STACK: dict[str, dict[str, Any]] = {
@@ -70,6 +78,7 @@ STACK: dict[str, dict[str, Any]] = {
 CASES = [
     *(("attention", name) for name in ATTENTION),
     *(("output", name) for name in OUTPUT),
+    *(("mixture", name) for name in MIXTURE),
     *(("layer", name) for name in LAYER),
     *(("stack", name) for name in STACK),
 ]
@@ -81,6 +90,10 @@ def _build(kind: str, name: str) -> nn.Module:
         return DistributedAttentionLayer(**{**sizes, **ATTENTION[name]})
     if kind == "output":
         return DistributedTransformerOutputLayer(hidden_size=HIDDEN, intermediate_size=19, **OUTPUT[name])
+    if kind == "mixture":
+        return DistributedMixtureOutputLayer(
+            hidden_size=HIDDEN, intermediate_size=7, num_experts=5, experts_per_token=2, **MIXTURE[name]
+        )
     if kind == "layer":
         return DistributedTransformerLayer(**sizes, intermediate_size=19, **LAYER[name])
     return DistributedTransformer(**sizes, num_layers=2, intermediate_size=19, **STACK[name])
@@ -93,7 +106,7 @@ def _crosses(kind: str, name: str) -> bool:
 def _inputs(kind: str, name: str, samples: int) -> Sequence[Tensor]:
     generator = torch.Generator().manual_seed(10 + samples)
     hidden = torch.randn(SAMPLES, LENGTH, HIDDEN, generator=generator)
-    if kind == "output":
+    if kind in ("output", "mixture"):
         return [hidden]
     states = torch.randn(SAMPLES, LENGTH + 2, HIDDEN, generator=generator)
     lengths = torch.tensor([[LENGTH], [LENGTH - 1], [2 + samples]])  # masks differ between ranks
@@ -111,7 +124,7 @@ class Caller:
         self.crosses = _crosses(kind, name)
 
     def __call__(self, module: nn.Module, *inputs: Tensor) -> Any:
-        if self.kind == "output":
+        if self.kind in ("output", "mixture"):
             return module(inputs[0])
         inputs = (inputs[0], *(tensor.detach() for tensor in inputs[1:3]), *inputs[3:])
         if not self.crosses:

@@ -90,10 +90,6 @@ def test_name_not_built_raises_when_used(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "base"),
     [
-        ("nn.DistributedModule", torch.nn.Module),
-        ("nn.DistributedLinear", smp.nn.DistributedModule),
-        ("nn.DistributedTransformerLayer", smp.nn.DistributedModule),
-        ("nn.FlashAttentionLayer", torch.nn.Module),
         ("optimizers.FusedLamb", torch.optim.Optimizer),
         ("optimizers.FusedNovoGrad", torch.optim.Optimizer),
         ("amp.GradScaler", torch.amp.GradScaler),

@@ -19,7 +19,6 @@ from shardwright.errors import ConfigError, NotBuiltError
 
 NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "tensor_parallel_degree": "tensor parallelism: distributed modules, adapters for real models",
         "checkpoint_attentions": "tensor parallelism: recompute inside distributed attention layers",
         "fp16_params": "tensor parallelism: float16 parameters of distributed modules",
         "shard_optimizer_state": "optimizer state sharding: virtual parameters, state on its owner only",

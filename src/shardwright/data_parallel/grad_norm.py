@@ -22,6 +22,7 @@ from shardwright.transport import collectives
 
 NamedParameters = Iterable[tuple[str, Parameter]]
 CountedElsewhere = Callable[[str, Parameter], bool]
+CountedHere = Callable[[Parameter, Tensor], Tensor | None]
 
 # fp32 sums of a thousand squares are good to 1e-8; on a CPU one sum over ten million is off by 4e-4.
 _ROW = 1024
@@ -38,6 +39,7 @@ def global_grad_norm(
     norm_type: float = 2.0,
     mp_axis: Axis = "pp",
     counted_elsewhere: CountedElsewhere | None = None,
+    counted_here: CountedHere | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Return the norm of all gradients of the model, equal on every rank.
@@ -48,14 +50,16 @@ def global_grad_norm(
     norm_type: 2.0, another positive order, or inf.
     mp_axis: the axis over which the model is spread: "pp", or "mp" with tensor parallelism.
     counted_elsewhere: True for a parameter that another rank of the axis counts: a replica of a tied weight
-        on a later stage, or a parameter that is equal on all tp ranks, on tp ranks other than 0.
+        on a later stage.
+    counted_here: the part of a gradient that this rank counts, None for nothing: of what is equal on several tp ranks
+        one of them counts it.
     Returns: a number as fp32 tensor on this rank's device. Sums run in fp64 beyond 1024 elements.
     Raises: NonFiniteGradientError on every rank if asked for and the norm is infinite or NaN.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise UsageError(f"norm_type is {norm_type:g}, expected a positive number or inf")
-    gradients = _gradients(named_parameters, counted_elsewhere)
+    gradients = _gradients(named_parameters, counted_elsewhere, counted_here)
     norms = _partial_norms(gradients, norm_type, context.world().device)
     total = _largest(norms, mp_axis) if math.isinf(norm_type) else _combined(norms, norm_type, mp_axis)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -74,6 +78,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     mp_axis: Axis = "pp",
     counted_elsewhere: CountedElsewhere | None = None,
+    counted_here: CountedHere | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients by one common factor so that their global norm is at most `max_norm`.
@@ -89,26 +94,32 @@ def clip_grad_norm_(
         norm_type=norm_type,
         mp_axis=mp_axis,
         counted_elsewhere=counted_elsewhere,
+        counted_here=counted_here,
         error_if_nonfinite=error_if_nonfinite,
     )
     factor = max_norm / (norm + 1e-6)
     if norm.device.type == "cpu" and factor >= 1:
         return norm  # on a GPU the question would stop the stream; there the factor is clamped
     factor = factor.clamp(max=1.0)
-    for gradient in _gradients(named, None):
+    for gradient in _gradients(named, None, None):
         gradient.mul_(factor.to(gradient.device))
     return norm
 
 
-def _gradients(named_parameters: NamedParameters, skip: CountedElsewhere | None) -> list[Tensor]:
+def _gradients(
+    named_parameters: NamedParameters, skip: CountedElsewhere | None, part: CountedHere | None
+) -> list[Tensor]:
     seen: set[int] = set()
     gradients = []
     for name, parameter in named_parameters:
         if parameter.grad is None or id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        if skip is None or not skip(name, parameter):
-            gradients.append(parameter.grad)
+        if skip is not None and skip(name, parameter):
+            continue
+        counted = parameter.grad if part is None else part(parameter, parameter.grad)
+        if counted is not None:
+            gradients.append(counted)
     return gradients
 
 

@@ -26,6 +26,8 @@ from shardwright.topology import context
 from shardwright.topology.ranks import Axis
 from shardwright.transport import collectives, objects
 
+Named = tuple[str, Tensor]
+
 _CHUNK_BYTES = 25 * MIB
 
 

@@ -52,32 +52,32 @@ class PartAccessors:
         """With sharded optimizer state this rank's virtual parameters; else `local_named_parameters`."""
         return self.local_named_parameters()
 
-    # ------------------------------------------------------------------ tensor parallelism: nothing is sliced
+    # ------------------------------------------------------------------ tensor parallelism
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """Tensor-parallel modules (none without tensor parallelism)."""
-        return iter(())
+        """Tensor-parallel modules, of all stages."""
+        return self._part.distribution.modules()
 
     def is_distributed_parameter(self, parameter: torch.Tensor) -> bool:
         """Is it sliced over tp ranks?"""
-        return False
+        return self._part.distribution.spec(parameter) is not None
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
         """Is it sliced over tp ranks?"""
-        return False
+        return self._part.distribution.is_cut_buffer(buffer)
 
     def is_scaled_batch_parameter(self, parameter: torch.Tensor) -> bool:
         """Does it act on the batch of the whole tp group?"""
-        return False
+        return self._part.distribution.is_scaled(parameter)
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
         """Does it act on the batch of the whole tp group?"""
-        return False
+        return self._part.distribution.is_scaled_buffer(buffer)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) whose gradients are reduced over DP_GROUP."""
-        return self.local_named_parameters()
+        """(name, parameter) on this rank whose gradients are reduced over DP_GROUP."""
+        return ((n, p) for n, p in self.local_named_parameters() if not self.is_scaled_batch_parameter(p))
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) whose gradients are reduced over RDP_GROUP."""
-        return iter(())
+        """(name, parameter) on this rank whose gradients are reduced over RDP_GROUP."""
+        return ((n, p) for n, p in self.local_named_parameters() if self.is_scaled_batch_parameter(p))

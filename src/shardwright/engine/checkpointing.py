@@ -114,9 +114,10 @@ class SavedModel:
         return self._model.local_state_dict()
 
     def tensor_table(self) -> list[TensorRow]:
-        """One row per tensor of `local_state_dict()`; without tensor parallelism nothing is sliced."""
+        """One row per tensor of `local_state_dict()`."""
+        cut = self._part.distribution
         return [
-            TensorRow(n, tuple(t.shape), dtype_name(t), (0,) * t.dim(), tuple(t.shape))
+            TensorRow(n, cut.whole_shape(n, t), dtype_name(t), cut.offset(n, t), tuple(t.shape))
             for n, t in self._part.held_state().items()
             if isinstance(t, torch.Tensor)
         ]
@@ -138,7 +139,7 @@ class SavedModel:
     def load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Copy values into what this rank holds."""
         content = {name: value for name, value in state.items() if name != PARTIAL_MARK}
-        weights.load(self._part, content, self._part.held_state().keys(), strict=strict)
+        weights.load(self._part, content, self._part.held_state().keys(), strict=strict, slices=True)
 
     def random_position(self) -> Mapping[str, int]:
         """No counters: each step draws the base of its streams from torch's CPU generator, which is saved."""

@@ -14,9 +14,9 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, *, model: Distribute
     """Clip all gradients of the wrapped model by their global norm; returns the norm before clipping.
 
     Called by: every rank, between the step call and optimizer.step(). Collectives: one all-reduce over
-    PP_GROUP.
+    MP_GROUP.
     max_norm: the factor is max_norm / (norm + 1e-6) where that is below 1, the same on every rank.
-    Every parameter counts once: over stages, over copies of tied weights, over replicas.
+    Every parameter counts once: over stages, slices and copies of them, copies of tied weights, and replicas.
     """
     wrapped = state.model if model is None else model
     if wrapped is None:
@@ -25,6 +25,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, *, model: Distribute
         wrapped.local_named_parameters(),
         max_norm,
         norm_type=norm_type,
-        mp_axis="pp",
+        mp_axis="mp",
         counted_elsewhere=lambda name, parameter: wrapped.is_copy(parameter),
+        counted_here=wrapped._part.distribution.counted_here,
     )

@@ -1,26 +1,30 @@
-"""When gradients are reduced over data-parallel replicas: the reducer, fed from the parameters' own hooks."""
+"""When gradients are reduced over data-parallel replicas: the reducers, fed from the parameters' own hooks.
+
+Note [Two reductions]: a parameter that acts on the samples of its whole tp group has a gradient that holds the sum over
+the tp ranks' losses already (with `prescaled_batch`, where tp ranks have the same samples, that of the one loss). It is
+summed over rdp and divided by the number of losses: the dp size, with `prescaled_batch` the rdp size. Every other
+parameter's gradient is the mean over dp.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.data_parallel import sync
 from shardwright.data_parallel.join import Join
-from shardwright.data_parallel.reducer import GradientReducer
+from shardwright.data_parallel.reducer import GradientReducer, ReplicaAxis
 from shardwright.errors import UsageError
 from shardwright.pipeline.tape import in_parts
 from shardwright.topology import context
 
-Named = tuple[str, torch.Tensor]
 CommHook = Callable[[Any, Any], Any]
 
 
 class Gradients:
-    """The gradients of this rank's part of the model, over the data-parallel axis.
+    """The gradients of this rank's part of the model, over the data-parallel axes.
 
     A parameter's gradient is complete when it has arrived as often as in the step before; the reducer then
     starts full buckets while backward goes on. Where a step differs, the end of the step makes it right.
@@ -36,6 +40,8 @@ class Gradients:
         self._as_view = as_view
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         self._reduced_early: set[int] = set()
+        self._scaled: set[int] = set()
+        self._reducer_of: dict[int, GradientReducer] = {}
         self._comm_hook: tuple[object, CommHook] | None = None
         self._num_passes = 0
         self._in_step = False
@@ -51,18 +57,32 @@ class Gradients:
         return self._comm_hook is not None
 
     def attach(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], changed_late: Collection[nn.Parameter] = ()
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        changed_late: Collection[nn.Parameter] = (),
+        scaled: Collection[nn.Parameter] = (),
     ) -> None:
         """Watch the parameters that this rank updates from now on.
 
         changed_late: those of them to whose gradients something is added after backward.
+        scaled: those that act on the samples of the whole tp group.
         """
         self._parameters = list(parameters)
         self._reduced_early = {id(p) for _, p in parameters} - {id(p) for p in changed_late}
-        self._make_reducer()
+        self._scaled = {id(p) for p in scaled}
+        self._make_reducers()
 
     def register_comm_hook(self, hook_state: object, hook: CommHook) -> None:
-        """Let `hook(hook_state, bucket)` reduce the buckets. Raises: UsageError without overlap, or twice."""
+        """Let `hook(hook_state, bucket)` reduce the buckets.
+
+        Raises: UsageError without overlap, twice, or with tensor parallelism, where there is no one average.
+        """
+        if context.world().table.degrees.tp > 1:
+            raise UsageError(
+                "register_comm_hook() with tensor parallelism: parameters of distributed modules are reduced over"
+                " another group, and averaged otherwise, than the rest, which a hook can't know",
+                remedy="leave the reduction to the library",
+            )
         if not self._overlap:
             raise UsageError(
                 "register_comm_hook() needs overlapping gradient reduction, which is off",
@@ -73,19 +93,31 @@ class Gradients:
         for reducer in self.reducers:
             reducer.register_comm_hook(hook_state, hook)
         self._comm_hook = (hook_state, hook)
-        self._make_reducer()
+        self._make_reducers()
 
-    def _make_reducer(self) -> None:
-        """One reducer if there are replicas to reduce over, or a hook that wants to see the buckets."""
+    def _make_reducers(self) -> None:
+        """Reducers where there are replicas to reduce over, or a hook that wants to see the buckets."""
         world = context.world()
         num_replicas = world.size // world.table.degrees.pp
         wanted = world.config.ddp and (num_replicas > 1 or self._comm_hook is not None)
         if self._parameters is None or self.reducers or not wanted:
             return
+        scaled = [(n, p) for n, p in self._parameters if id(p) in self._scaled]
+        others = [(n, p) for n, p in self._parameters if id(p) not in self._scaled]
+        if others or not scaled:
+            self._make_reducer(others, "dp", num_replicas)
+        if scaled:
+            losses = world.table.degrees.rdp if world.config.prescaled_batch else num_replicas
+            self._make_reducer(scaled, "rdp", losses)
+        for _, parameter in self._parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.arrive)  # type: ignore[no-untyped-call]
+
+    def _make_reducer(self, parameters: list[tuple[str, nn.Parameter]], axis: ReplicaAxis, average_over: int) -> None:
         reducer = GradientReducer(
-            self._parameters,
-            axis="dp",
-            average_over=num_replicas,
+            parameters,
+            axis=axis,
+            average_over=average_over,
             bucket_cap_mb=self._bucket_cap_mb,
             overlap=self._overlap,
             gradient_as_bucket_view=self._as_view,
@@ -93,18 +125,7 @@ class Gradients:
         if self._comm_hook is not None:
             reducer.register_comm_hook(*self._comm_hook)
         self.reducers.append(reducer)
-        for _, parameter in self._parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.arrive)  # type: ignore[no-untyped-call]
-
-    def broadcast(self, tensors: Iterable[Named], source: int = 0) -> None:
-        """Give all replicas the parameters and buffers of one."""
-        sync.broadcast_parameters(tensors, "dp", source=source)
-
-    def sync_buffers(self, buffers: Iterable[Named], source: int) -> None:
-        """Give all replicas the buffers of one."""
-        if self.reducers:
-            sync.sync_buffers(buffers, "dp", source=source)
+        self._reducer_of.update((id(p), reducer) for _, p in parameters)
 
     # ------------------------------------------------------------------ a step
 
@@ -135,7 +156,8 @@ class Gradients:
         count = self._arrived.get(parameter, 0) + 1
         self._arrived[parameter] = count
         if count >= self._expected.get(parameter, 1 << 60):
-            for reducer in self.reducers:
+            reducer = self._reducer_of.get(id(parameter))
+            if reducer is not None:
                 reducer.ready(parameter)
 
     def _plain_backward_begins(self) -> None:

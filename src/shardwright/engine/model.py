@@ -21,6 +21,7 @@ from shardwright.engine.module_manners import ModuleManners
 from shardwright.engine.part import Part
 from shardwright.engine.state import state
 from shardwright.engine.step_duties import StepDuties
+from shardwright.engine.substitution import distribute, in_own_names
 from shardwright.engine.ties import ReplicatedTies
 from shardwright.engine.wrapping import DataParallelModule, check_can_wrap
 from shardwright.errors import PartitionError, UsageError
@@ -42,7 +43,8 @@ StateDict = dict[str, Any]
 class DistributedModel(PartAccessors, ModuleManners):
     """A model spread over pipeline stages and replicated over data-parallel ranks.
 
-    Made by: every rank of the world, with the same module; one per process. With one pipeline stage placement
+    Made by: every rank of the world, with the same module; one per process. Marked modules are replaced by their
+    distributed versions here (see `tensor_parallel.substitute`). With one pipeline stage placement
     and the broadcast from the first data-parallel rank happen here. With more they happen in the first step
     call: a trace on fake tensors, the partition (made on world rank 0, sent to all), placement, deferred
     loads, broadcast, then the post-partition hooks. Non-local parameters stay reachable as placeholders of
@@ -77,6 +79,7 @@ class DistributedModel(PartAccessors, ModuleManners):
         check_can_wrap(module, DistributedModel, state.model)
         check_tracing(trace_device, trace_execution_times)
         check_supported(world.config)
+        module = distribute(module)
         self.module = DataParallelModule(module)
         self._part = Part(module, world.coordinates.pp, world.table.degrees.pp)
         self._average = average_grads_across_microbatches
@@ -220,7 +223,8 @@ class DistributedModel(PartAccessors, ModuleManners):
         self._part.settle(table)
         ties = self._duties.ties
         trained = [(n, p) for n, p in self._part.parameters() if not self.is_copy(p)]
-        self._gradients.attach(trained, ties.owned() if ties is not None else ())
+        scaled = [p for _, p in trained if self._part.distribution.is_scaled(p)]
+        self._gradients.attach(trained, ties.owned() if ties is not None else (), scaled)
         for optimizer in self._optimizers:
             optimizer._keep_local()
         waiting, self._when_partitioned = self._when_partitioned, []
@@ -285,16 +289,16 @@ class DistributedModel(PartAccessors, ModuleManners):
     ) -> StateDict:
         """The whole model's state dict in the plain module's names, tensors on the CPU.
 
-        Called by: all ranks of an MP_GROUP together (all ranks, or all with dp_rank() == 0). Before
-        partitioning it is the unpartitioned one, without communication.
-        Collectives: one object gather over the group, one broadcast per tensor.
+        Called by: all ranks of an MP_GROUP together (all ranks, or all with rdp_rank() == 0). Before partitioning,
+        if nothing is cut over tp ranks, without communication.
+        Collectives: see `weights.gather`.
         gather_to_rank0: only world rank 0 gets content, the others {}.
-        keep_vars: with one stage, or before partitioning, the very parameters instead of detached ones.
+        keep_vars: where nothing is gathered, the very parameters instead of detached ones.
         """
         keep = not gather_to_rank0 or context.world().rank == 0
         plain = self.get_module().state_dict(keep_vars=True)
-        if not self._part.is_whole:
-            content = weights.gather(self._part, self._part.held_state(), "model.state_dict()", keep=keep)
+        if not self._part.is_complete:
+            content = weights.gather(self._part, self._part.answered_state(), "model.state_dict()", keep=keep)
         elif keep:
             content = {n: v if keep_vars else weights.on_cpu(v) for n, v in plain.items()}
         else:
@@ -326,26 +330,33 @@ class DistributedModel(PartAccessors, ModuleManners):
 
         Called by: every rank, or those with rdp_rank() == 0: the other replicas take over the values when the
         model is partitioned, or in the next training step. The caller's dict is not changed.
-        A partial dict is merged over the MP_GROUP (one object gather); with same_partition_load it is loaded
-        as it is, before partitioning right after that. assign: accepted; values are always copied.
+        A full one without the key `_smp_is_partial` may be in the names of the original model, see
+        `smp.state.module_manager.translate_functions`. A partial one holds this tp rank's slices. It is merged over
+        PP_GROUP (one object gather); with same_partition_load it is loaded as it is, before partitioning right after
+        that. assign: accepted; values are always copied.
         Returns: torch's missing and unexpected keys; empty when deferred.
         Raises: RuntimeError listing names and sizes that don't match, names only if strict.
         """
-        content, partial = weights.split_mark(state_dict)
+        content, mark = weights.split_mark(state_dict)
+        partial = bool(mark)
         if partial and same_partition_load and not self.partitioned:
             self._when_partitioned.append(functools.partial(self._load_own, content, strict))
             return weights.Keys([], [])
         if partial and same_partition_load:
             keys = self._load_own(content, strict)
         else:
-            whole = weights.merge(content) if partial else content
-            keys = weights.load(self._part, whole, self._part.keys(), strict=strict)
+            expected = self._part.keys()
+            if partial:
+                content = weights.merge(content)
+            elif mark is None:
+                content = weights.with_metadata(in_own_names(content, expected), content)
+            keys = weights.load(self._part, content, expected, strict=strict, slices=partial)
         self._duties.model_loaded()
         self.refresh_copies()
         return keys
 
     def _load_own(self, content: StateDict, strict: bool) -> weights.Keys:
-        return weights.load(self._part, content, self._part.held_state().keys(), strict=strict)
+        return weights.load(self._part, content, self._part.held_state().keys(), strict=strict, slices=True)
 
     # ------------------------------------------------------------------ hooks
 

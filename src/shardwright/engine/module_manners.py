@@ -11,8 +11,11 @@ from typing_extensions import Self
 
 from shardwright.engine import placement, weights
 from shardwright.engine.part import Part
+from shardwright.engine.state import state
 from shardwright.engine.step_duties import StepDuties
+from shardwright.engine.substitution import in_original_names
 from shardwright.engine.wrapping import ForwardingModule
+from shardwright.errors import UsageError
 from shardwright.topology import context
 from shardwright.transport import collectives
 
@@ -40,6 +43,11 @@ class ModuleManners(ForwardingModule):
         Called by: every rank of the MP_GROUP. Afterwards it runs without steps, and can't be trained further.
         """
         pipeline, part = self._duties.pipeline, self._part
+        if part.distribution.is_cut:
+            raise UsageError(
+                "model.cpu() can't gather a model whose modules are cut over tensor parallel ranks",
+                remedy="take model.state_dict(), which is whole, and load it into the plain model",
+            )
         if part.is_whole or pipeline is None:
             return super().cpu()
         mine = {**part.owned_tensors(), **part.held_extras()}
@@ -73,17 +81,19 @@ class ModuleManners(ForwardingModule):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        if name == "save_pretrained" and not self._part.is_whole:
+        if name == "save_pretrained" and (
+            not self._part.is_complete or state.module_manager.translate_functions
+        ):
             return functools.partial(self._save_pretrained, found)
         return found
 
     def _save_pretrained(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """The module's own `save_pretrained`, on world rank 0, with the gathered weights.
+        """The module's own `save_pretrained`, on world rank 0, with the gathered weights in the original's names.
 
         Called by: every rank of the MP_GROUP.
         """
-        mine = self._part.held_state()
+        mine = self._part.answered_state()
         full = weights.gather(self._part, mine, "model.save_pretrained()", keep=context.world().rank == 0)
         if context.world().rank == 0:
-            save(*args, **{"state_dict": full, **kwargs})
-        collectives.barrier("pp")
+            save(*args, **{"state_dict": in_original_names(full), **kwargs})
+        collectives.barrier("mp")

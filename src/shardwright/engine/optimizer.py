@@ -15,6 +15,7 @@ from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer_state import StateDict
 from shardwright.engine.state import state
+from shardwright.engine.weights import CALLERS
 from shardwright.errors import UsageError
 from shardwright.log import get_logger
 from shardwright.pipeline.step import step_is_active
@@ -139,8 +140,11 @@ class WrappedOptimizer:
 
     def _note_local_names(self) -> None:
         self._sw_local_names = [[self._sw_names[id(p)] for p in g["params"]] for g in self.param_groups]
-        state.param_index_to_name_tp_group = [dict(enumerate(_flat(self._sw_local_names)))]
-        state.param_name_to_index_tp_group = [{n: i for i, n in state.param_index_to_name_tp_group[0].items()}]
+        # Ranks of a tp group hold slices of the same parameters, so that one rank's names are those of all.
+        names = dict(enumerate(_flat(self._sw_local_names)))
+        degree = context.world().table.degrees.tp
+        state.param_index_to_name_tp_group = [dict(names) for _ in range(degree)]
+        state.param_name_to_index_tp_group = [{n: i for i, n in names.items()} for _ in range(degree)]
 
     # ------------------------------------------------------------------ training
 
@@ -195,7 +199,7 @@ class WrappedOptimizer:
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm of all gradients of the whole model; returns the norm before.
 
-        Called by: every rank, after a step. Collectives: one all-reduce over PP_GROUP.
+        Called by: every rank, after a step. Collectives: one all-reduce over MP_GROUP.
         """
         return float(clip_grad_norm(max_norm, norm_type, model=self._sw_model))
 
@@ -218,14 +222,19 @@ class WrappedOptimizer:
     def state_dict(self) -> StateDict:
         """The whole model's optimizer state, keyed by index into the unpartitioned order of parameters.
 
-        Called by: every rank of the MP_GROUP. Collectives: with stages one object gather over the group;
-        tensors are on the CPU then.
+        Called by: every rank of the MP_GROUP. Collectives: one object gather over TP_GROUP if the model is cut over
+        it, and one over PP_GROUP with stages; tensors are on the CPU then.
         """
         mine = self._own_state_dict()
-        if not self._sw_model.partitioned or context.world().table.degrees.pp == 1:
+        distribution = self._sw_model._part.distribution
+        stages = context.world().table.degrees.pp
+        if not self._sw_model.partitioned or (stages == 1 and not distribution.is_cut):
             return mine
         named = optimizer_state.on_cpu(optimizer_state.by_name(mine, self.param_name_to_index()))
-        with collective_call("optimizer.state_dict()", "every rank of a pipeline group"):
+        with collective_call("optimizer.state_dict()", CALLERS):
+            if distribution.is_cut:
+                parts = objects.allgather_object(named, "tp")
+                named = {n: optimizer_state.merged([p[n] for p in parts], distribution.specs.get(n)) for n in named}
             everyone = objects.allgather_object(named, "pp")
         return optimizer_state.joined(everyone, mine["param_groups"], self._full_group_names())
 
@@ -247,6 +256,13 @@ class WrappedOptimizer:
             return
         if not partial:
             content = optimizer_state.narrowed(content, self._full_group_names(), self._group_names())
+            names = _flat(self._group_names())
+            distribution = self._sw_model._part.distribution
+            rank = context.world().coordinates.tp
+            content["state"] = {
+                i: optimizer_state.sliced(values, distribution.specs.get(names[i]), rank)
+                for i, values in content["state"].items()
+            }
         self._load_local(optimizer_state.owned(content))
         self._sw_model.optimizer_loaded()
 

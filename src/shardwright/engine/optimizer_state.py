@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import UsageError
+from shardwright.sharding.spec import ShardSpec
 
 StateDict = dict[str, Any]
 GroupNames = Sequence[Sequence[str]]
@@ -97,6 +98,34 @@ def narrowed(content: Mapping[str, Any], full_names: GroupNames, names: GroupNam
         local["state"].update({i: state_of[n] for i, n in zip(indices, members, strict=True) if n in state_of})
         local["param_groups"].append({**_options(group), "params": indices})
     return local
+
+
+def merged(parts: Sequence[Any], spec: ShardSpec | None) -> Any:
+    """One parameter's state from what all tp ranks hold.
+
+    A tensor of the shape of the rank's slice is cut like the parameter; anything else is tp rank 0's.
+    """
+    first = parts[0]
+    if spec is None:
+        return first
+    if isinstance(first, torch.Tensor):
+        shapes = [tuple(part.shape) if isinstance(part, torch.Tensor) else None for part in parts]
+        fits = all(shape == spec.local_shape(rank) for rank, shape in enumerate(shapes))
+        return spec.merge(parts) if fits else first
+    if isinstance(first, dict):
+        return {key: merged([part[key] for part in parts], spec) for key in first}
+    return first
+
+
+def sliced(values: Any, spec: ShardSpec | None, rank: int) -> Any:
+    """The part of one parameter's state that belongs to a tp rank's slice of it."""
+    if spec is None:
+        return values
+    if isinstance(values, torch.Tensor):
+        return spec.slice_of(values, rank) if tuple(values.shape) == spec.full_shape else values
+    if isinstance(values, dict):
+        return {key: sliced(item, spec, rank) for key, item in values.items()}
+    return values
 
 
 def check_groups(content: Mapping[str, Any], names: GroupNames) -> None:

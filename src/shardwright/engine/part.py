@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.engine.distribution import Distribution
 from shardwright.engine.placement import Placed
 from shardwright.errors import UsageError
 from shardwright.partition.plan import PartitionPlan
@@ -20,10 +21,12 @@ class Part:
     plan: the partition as soon as it is known; always None with one stage.
     entries: every parameter and buffer of the model once, with its holders; empty until `settle`.
     settled: this rank holds its own part only.   gathered: it holds everything again, for good.
+    distribution: what of it is cut over tp ranks.
     """
 
     def __init__(self, module: nn.Module, stage: int, num_stages: int) -> None:
         self.module = module
+        self.distribution = Distribution(module)
         self.stage = stage
         self.num_stages = num_stages
         self.plan: PartitionPlan | None = None
@@ -58,8 +61,13 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """True while every rank holds every tensor."""
+        """True while every rank holds every tensor, or its slice of it."""
         return self.num_stages == 1 or not self.settled or self.gathered
+
+    @property
+    def is_complete(self) -> bool:
+        """True while every rank holds every tensor as a whole."""
+        return self.is_whole and not self.distribution.is_cut
 
     def keys(self) -> tuple[str, ...]:
         """Every name in the plain state dict, in its order; equal on all ranks."""
@@ -70,7 +78,8 @@ class Part:
         if not self.is_whole:
             return self._shapes
         content = self.module.state_dict(keep_vars=True)
-        return {n: tuple(t.shape) for n, t in content.items() if isinstance(t, torch.Tensor)}
+        whole = self.distribution.whole_shape
+        return {n: whole(n, t) for n, t in content.items() if isinstance(t, torch.Tensor)}
 
     # ------------------------------------------------------------------ what is here
 
@@ -82,11 +91,15 @@ class Part:
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers on this rank, as they are now."""
+        return ((name, buffer) for name, buffer, _ in self.buffers_with_homes())
+
+    def buffers_with_homes(self) -> Iterator[tuple[str, torch.Tensor, nn.Module]]:
+        """Buffers on this rank, as they are now, and the module each hangs on."""
         for entry in self.entries:
             if self.stage in entry.stages and entry.is_buffer:
                 buffer = entry.current()
                 if buffer is not None:
-                    yield entry.name, buffer
+                    yield entry.name, buffer, entry.home[0]
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules that live on this rank's stage."""
@@ -114,6 +127,10 @@ class Part:
             if owners.get(id(value), self._stage_of_key(name)) != self.stage:
                 del content[name]
         return content
+
+    def answered_state(self) -> dict[str, Any]:
+        """`held_state`, but where every stage holds everything only one of them answers."""
+        return {} if self.is_whole and self.num_stages > 1 and self.stage > 0 else self.held_state()
 
     def here(self) -> dict[str, Any]:
         """The part of the plain state dict that is on this rank: `held_state`, and copies of others'."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from shardwright.engine.state import state
@@ -47,6 +48,12 @@ def set_partition(module: nn.Module, stage: int) -> None:
             remedy="call it before the first step, and don't resume into another partition",
         )
     manual.set_partition(module, stage)
+
+
+def get_distribution_axis(parameter: torch.Tensor) -> int | None:
+    """The dim along which a parameter of the wrapped model is cut over tp ranks; None if it is whole, or unknown."""
+    spec = None if state.model is None else state.model._part.distribution.spec(parameter)
+    return None if spec is None else spec.dim
 
 
 def dynamic_shapes(module: nn.Module) -> nn.Module:

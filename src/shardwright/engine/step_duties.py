@@ -12,6 +12,7 @@ from shardwright.data_parallel.join import Join
 from shardwright.engine.gradients import Gradients
 from shardwright.engine.hooks import HookList
 from shardwright.engine.part import Part
+from shardwright.engine.replicas import Replicas
 from shardwright.engine.ties import ReplicatedTies
 from shardwright.errors import UsageError
 from shardwright.pipeline.pipeline_step import PipelineSteps
@@ -46,6 +47,7 @@ class StepDuties:
         self.first_step_began = False
         self.ties: ReplicatedTies | None = None
         self._part = part
+        self._replicas = Replicas(part)
         self._gradients = gradients
         self._broadcast_buffers = broadcast_buffers
         self.post_step = post_step
@@ -110,16 +112,17 @@ class StepDuties:
 
         always: give the model of replica 0 to all in any case.
         """
-        if context.world().table.degrees.rdp == 1:
+        degrees = context.world().table.degrees
+        if degrees.rdp * degrees.tp == 1:
             return
         flags = torch.tensor([self._loaded_model, self._loaded_optimizer], dtype=torch.int32)
         collectives.all_reduce(flags, "dp", op="max")
         model_loaded, optimizer_loaded = flags.tolist()
         if model_loaded or always:
-            self._gradients.broadcast([*self._part.parameters(), *self._part.buffers()])
+            self._replicas.broadcast()
         if optimizer_loaded:
             for optimizer in self._local_optimizers():
-                sync.broadcast_optimizer_state(optimizer, "dp", source=0)
+                sync.broadcast_optimizer_state(optimizer, "rdp", source=0)
         self._loaded_model = self._loaded_optimizer = False
 
     def model_loaded(self) -> None:
@@ -131,8 +134,8 @@ class StepDuties:
         self._loaded_optimizer = True
 
     def _sync_buffers(self, source: int) -> None:
-        if self._broadcast_buffers:
-            self._gradients.sync_buffers(self._part.buffers(), source)
+        if self._broadcast_buffers and self._gradients.reducers:
+            self._replicas.sync_buffers(source)
 
     def join(self, *, divide_by_initial_world_size: bool, enable: bool, throw_on_early_termination: bool) -> Join:
         """Begin a training loop in which replicas may run out of batches at different times."""
@@ -151,6 +154,6 @@ class StepDuties:
         self._sync_buffers(source)
 
     def _final_sync(self, source: int) -> None:
-        self._gradients.broadcast([*self._part.parameters(), *self._part.buffers()], source)
+        self._replicas.broadcast(source)
         for optimizer in self._local_optimizers():
             sync.broadcast_optimizer_state(optimizer, "dp", source=source)

@@ -21,6 +21,7 @@ from shardwright.transport import collectives, objects
 
 StateDict = dict[str, Any]
 Keys = nn.modules.module._IncompatibleKeys
+CALLERS = "every rank of an MP_GROUP (pipeline and tensor parallel peers)"
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,11 @@ class _Sent:
 
 
 def gather(part: Part, mine: Mapping[str, Any], call: str, *, keep: bool) -> StateDict:
-    """Join what the ranks of a pipeline group answer for; tensors are copies on the CPU.
+    """Join what the ranks of an MP_GROUP answer for; tensors are whole, and copies on the CPU.
 
-    Called by: every rank of a pipeline group, after partitioning.
-    Collectives: one object gather over it, one broadcast per tensor.
+    Called by: every rank of an MP_GROUP.
+    Collectives: one object gather over PP_GROUP; per tensor one all-gather over TP_GROUP if it is cut, and one
+        broadcast over PP_GROUP.
     mine: tensors and other values of this rank, by names that no other rank has.
     call: the public call, for errors.
     keep: False takes part and returns {}, holding no more than one tensor at a time.
@@ -44,15 +46,18 @@ def gather(part: Part, mine: Mapping[str, Any], call: str, *, keep: bool) -> Sta
     unique = {id(value): value for value in mine.values() if isinstance(value, torch.Tensor)}
     index_of = {key: index for index, key in enumerate(unique)}
     told = {n: _Sent(index_of[id(v)]) if id(v) in index_of else v for n, v in mine.items()}
-    specs = [(tuple(tensor.shape), tensor.dtype) for tensor in unique.values()]
+    name_of = {id(value): name for name, value in reversed(list(mine.items()))}
+    whole_shape, whole = part.distribution.whole_shape, part.distribution.whole
+    specs = [(whole_shape(name_of[key], tensor), tensor.dtype) for key, tensor in unique.items()]
     found: StateDict = {}
-    with collective_call(call, "every rank of a pipeline group"):
+    with collective_call(call, CALLERS):
         for owner, (names, owned) in enumerate(objects.allgather_object((told, specs), "pp")):
-            own = list(unique.values()) if owner == part.stage else None
+            own = list(unique.items()) if owner == part.stage else None
             received = []
             for index, (shape, dtype) in enumerate(owned):
                 if own is not None:
-                    tensor = own[index].detach().to(device).contiguous()
+                    key, held = own[index]
+                    tensor = whole(name_of[key], held.detach().to(device)).contiguous()
                 else:
                     tensor = torch.empty(shape, dtype=dtype, device=device)
                 collectives.broadcast_tensor(tensor, "pp", src_group_rank=owner)
@@ -70,30 +75,38 @@ def merge(content: StateDict) -> StateDict:
     Called by: every rank of a pipeline group. Collectives: one object gather over it.
     """
     merged: StateDict = OrderedDict()
-    with collective_call("model.load_state_dict() of a partial state dict", "every rank of a pipeline group"):
+    with collective_call("model.load_state_dict() of a partial state dict", CALLERS):
         for part in objects.allgather_object({n: on_cpu(v) for n, v in content.items()}, "pp"):
             merged.update(part)
     return merged
 
 
-def load(part: Part, content: StateDict, expected: Collection[str], *, strict: bool) -> Keys:
-    """Copy values into what this rank holds; a model that is whole loads by its own `load_state_dict`.
+def load(
+    part: Part, content: StateDict, expected: Collection[str], *, strict: bool, slices: bool = False
+) -> Keys:
+    """Copy values into what this rank holds; a model that is complete loads by its own `load_state_dict`.
 
     content: without the mark of partial state dicts; may be changed.   expected: the names it should have.
+    slices: tensors that are cut over tp ranks are this rank's parts; otherwise all tensors are whole.
     Called by: any rank by itself. Copies of what another stage owns get the value if `content` has it.
     Returns: expected names that are missing, and those that are not expected.
     Raises: RuntimeError listing them if strict, and tensors of another size in any case.
     """
-    if part.is_whole:
+    if part.is_complete:
         keys: Keys = part.module.load_state_dict(content, strict=strict)
         return keys
     missing = sorted(set(expected) - content.keys())
     unexpected = sorted(content.keys() - set(expected))
     here = part.here()
+    wanted = {
+        n: tuple(t.shape) if slices else part.distribution.whole_shape(n, t)
+        for n, t in here.items()
+        if isinstance(t, torch.Tensor)
+    }
     sizes = [
-        f"size mismatch for {n}: {_size(content[n])} in the dict, {_size(target)} in the model"
-        for n, target in here.items()
-        if isinstance(target, torch.Tensor) and n in content and _size(target) != _size(content[n])
+        f"size mismatch for {n}: {_size(content[n])} in the dict, {list(shape)} in the model"
+        for n, shape in wanted.items()
+        if n in content and _size(content[n]) != str(list(shape))
     ]
     problems = sizes
     if strict and (missing or unexpected):
@@ -106,7 +119,8 @@ def load(part: Part, content: StateDict, expected: Collection[str], *, strict: b
             if name not in content:
                 continue
             if isinstance(target, torch.Tensor):
-                target.copy_(content[name])
+                value = content[name]
+                target.copy_(value if slices else part.distribution.cut(name, value))
             else:
                 part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(content[name])
     return Keys(missing, unexpected)
@@ -116,10 +130,11 @@ def _size(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"no tensor ({type(value).__name__})"
 
 
-def split_mark(state_dict: Mapping[str, Any]) -> tuple[StateDict, bool]:
-    """A copy of the dict without the mark of partial ones, with torch's notes; and was it marked?"""
+def split_mark(state_dict: Mapping[str, Any]) -> tuple[StateDict, bool | None]:
+    """A copy of the dict without the mark of partial ones, with torch's notes; and the mark, None if there is none."""
     content = with_metadata(OrderedDict(state_dict), state_dict)
-    return content, bool(content.pop(PARTIAL_MARK, False))
+    mark = content.pop(PARTIAL_MARK, None)
+    return content, None if mark is None else bool(mark)
 
 
 def with_metadata(content: StateDict, source: Mapping[str, Any]) -> StateDict:

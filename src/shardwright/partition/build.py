@@ -42,7 +42,8 @@ def make_plan(
         if join_ties:
             check_ties(tree, by_hand)
     how: TraceKind = "none" if config.skip_tracing or pp == 1 else "fake"
-    tree = tree.with_trace(trace(module, args, kwargs, how=how))
+    communicates = config.tensor_parallel_degree > 1 and any(node.indivisible for node in tree.nodes.values())
+    tree = tree.with_trace(trace(module, args, kwargs, how=how, may_run=not communicates))
     if tree.trace.how == "none" and how != "none":
         _log.warning(
             "the model's forward could not be traced, so the partition is made from module order and "

@@ -15,6 +15,10 @@ from typing import Any
 from torch import nn
 
 from shardwright.errors import PartitionError
+from shardwright.log import get_logger
+from shardwright.partition.tree import is_indivisible
+
+_log = get_logger(__name__)
 
 _CREATED = "_shardwright_created_on"
 _SET = "_shardwright_set_to"
@@ -68,13 +72,27 @@ def assign_by_hand(module: nn.Module, num_stages: int, default_stage: int) -> di
     A module's own assignment counts first (`set_partition` before its creation), then that of the nearest
     module above on which `set_partition` was called, then, if it holds no parameters, the stage of its
     parent, then the default. The root without assignment is on stage 0 unless it holds parameters or buffers
-    itself.
+    itself. What is below an indivisible module goes with it, whatever its own assignment; a log line says so.
     Raises: PartitionError naming the module if a stage is out of range.
     """
     stage_of: dict[str, int] = {}
     inherited: dict[str, int | None] = {}
+    welded: dict[str, str] = {}
     for name, found in module.named_modules():
         parent = name.rpartition(".")[0] if name else None
+        if parent is not None and parent in welded:
+            whole = welded[name] = welded[parent]
+            stage_of[name] = stage_of[whole]
+            if assigned_stage(found) not in (None, stage_of[whole]):
+                _log.info(
+                    "module '%s' stays on partition %d: it is part of '%s', which can't be divided",
+                    name,
+                    stage_of[whole],
+                    whole,
+                )
+            continue
+        if is_indivisible(found):
+            welded[name] = name
         set_here = vars(found).get(_SET)
         above = inherited[parent] if parent is not None else None
         inherited[name] = set_here if set_here is not None else above

@@ -132,8 +132,13 @@ def pieces(tree: ModuleTree, out: Outline, prices: Prices, num_stages: int) -> l
 
 
 def _anchors(tree: ModuleTree, keys: dict[str, tuple[int, int]], join_ties: bool) -> dict[str, str]:
-    """Tied modules other than the first to run -> the first. Ties are shared and borrowed parameters."""
+    """Tied modules other than the first to run -> the first.
+
+    Ties are shared and borrowed parameters, and being part of one indivisible module.
+    """
     groups = Groups()
+    for group in tree.welds():
+        groups.join(group)
     if join_ties:
         for group in tree.ties():
             groups.join(group)

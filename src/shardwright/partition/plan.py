@@ -178,7 +178,8 @@ class PartitionPlan:
         """See that the plan is for this model.
 
         Raises: PartitionError naming modules that the plan lacks or the model lacks, a stage out of range, or
-        a shared parameter on several stages that the plan doesn't list as replicated.
+        a shared parameter on several stages that the plan doesn't list as replicated, or an indivisible module on
+        several stages.
         """
         tree = build_tree(model)
         lacking = [name for name in tree.nodes if name not in self.stage_of]
@@ -194,6 +195,13 @@ class PartitionPlan:
                 raise PartitionError(
                     f"module '{name}' is on stage {stage}, expected 0 to {self.num_stages - 1}"
                 )
+        for whole, *inside in tree.welds():
+            for name in inside:
+                if self.stage_of[name] != self.stage_of[whole]:
+                    raise PartitionError(
+                        f"module '{name}' is on stage {self.stage_of[name]}, but '{whole}', which can't be divided, is"
+                        f" on stage {self.stage_of[whole]}"
+                    )
         check_ties(tree, self.stage_of, allowed={tied.name for tied in self.replicas})
 
 

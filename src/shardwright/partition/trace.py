@@ -39,10 +39,12 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     how: TraceKind = "fake",
+    may_run: bool = True,
 ) -> Trace:
     """Run one forward on the inputs of one microbatch and return what each module did.
 
-    how: where to begin in the order fake, real, none; each falls back to the next. Never raises for what the
+    how: where to begin in the order fake, real, none; each falls back to the next.
+    may_run: False leaves out the real forward, for models whose forward communicates. Never raises for what the
     model
     does: a forward that fails everywhere gives `Trace(how="none")`, and the script's own call will show the
     error. Leaves no trace itself: see `sandbox`. Called by: one rank per model. Collectives: none.
@@ -51,7 +53,7 @@ def trace(
     attempts: dict[TraceKind, Callable[..., Trace]] = {"fake": _fake, "real": _real}
     reasons: list[str] = []
     for kind in ("fake", "real"):
-        if how == "none" or (how == "real" and kind == "fake"):
+        if how == "none" or (how == "real" and kind == "fake") or (kind == "real" and not may_run):
             continue
         try:
             with _tracing():

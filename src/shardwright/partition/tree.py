@@ -34,6 +34,7 @@ class ModuleNode:
     parameters: indices into `ModuleTree.parameters` of those it holds directly.
     container: its forward only chains its children, or it has none (Sequential, ModuleList, ModuleDict).
     lookup: its parameters are looked up in, not multiplied with (Embedding).
+    indivisible: everything below it goes where it goes; its class says so (attribute `indivisible`).
     """
 
     name: str
@@ -44,6 +45,7 @@ class ModuleNode:
     buffer_bytes: int
     container: bool
     lookup: bool
+    indivisible: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,19 @@ class ModuleTree:
             groups.join(parameter.holders)
         order = {name: index for index, name in enumerate(self.nodes)}
         return groups.sorted_by(order)
+
+    def welds(self) -> tuple[tuple[str, ...], ...]:
+        """Each outermost indivisible module with all that is below it; those without anything below are left out."""
+        members: dict[str, list[str]] = {}
+        home: dict[str, str] = {}
+        for name, node in self.nodes.items():
+            above = home.get(node.parent) if node.parent is not None else None
+            if above is None and node.indivisible:
+                above = name
+            if above is not None:
+                home[name] = above
+                members.setdefault(above, []).append(name)
+        return tuple(tuple(group) for group in members.values() if len(group) > 1)
 
     def bearing(self) -> frozenset[str]:
         """Modules that hold a parameter, themselves or below."""
@@ -105,6 +120,11 @@ class Groups:
         for name in sorted(self._up, key=order.__getitem__):
             members.setdefault(self.find(name), []).append(name)
         return tuple(tuple(group) for group in members.values() if len(group) > 1)
+
+
+def is_indivisible(module: nn.Module) -> bool:
+    """Does the module's class say that its forward must run on one stage, such as one with collectives in it?"""
+    return getattr(type(module), "indivisible", False) is True
 
 
 def build_tree(module: nn.Module) -> ModuleTree:
@@ -156,6 +176,7 @@ def build_tree(module: nn.Module) -> ModuleTree:
             buffer_bytes=buffer_bytes[name],
             container=type(found) in (nn.Sequential, nn.ModuleList, nn.ModuleDict),
             lookup=isinstance(found, nn.Embedding | nn.EmbeddingBag),
+            indivisible=is_indivisible(found),
         )
         for name, found in module.named_modules()
     }

@@ -36,6 +36,12 @@ def mark_dynamic(module: nn.Module) -> None:
     module.__dict__[_DYNAMIC] = True
 
 
+def carry_marks(module: nn.Module, successor: nn.Module) -> None:
+    """Let what was said of a module hold for the one that takes its place."""
+    if _DYNAMIC in module.__dict__:
+        mark_dynamic(successor)
+
+
 class Unit:
     """The border of one module: stands in front of its `__call__`."""
 

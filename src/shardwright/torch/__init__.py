@@ -8,7 +8,9 @@ Names that do not work yet are listed in `_not_built`.
 from __future__ import annotations
 
 from shardwright.engine.state import state
+from shardwright.integrations.huggingface import families as _families
 from shardwright.integrations.huggingface import output_capture as _output_capture
+from shardwright.tensor_parallel import registry as _registry
 from shardwright.torch import (
     _not_built,
     amp,
@@ -42,6 +44,8 @@ from shardwright.partition.manual import partition
 from shardwright.partition.trace import is_tracing
 from shardwright.pipeline.outputs import StepOutput
 from shardwright.pipeline.step import step
+from shardwright.tensor_parallel.registry import tp_register, tp_register_with_module
+from shardwright.tensor_parallel.scope import model_creation, set_tensor_parallelism, tensor_parallelism
 from shardwright.topology.accessors import (
     DP_GROUP,
     MP_GROUP,
@@ -179,18 +183,14 @@ __all__ = [
 
 delay_param_initialization = _not_built.function("delay_param_initialization")
 load = _not_built.function("load")
-model_creation = _not_built.function("model_creation")
 register_parameter = _not_built.function("register_parameter")
 save = _not_built.function("save")
 save_on_signal = _not_built.function("save_on_signal")
 set_activation_checkpointing = _not_built.function("set_activation_checkpointing")
-set_tensor_parallelism = _not_built.function("set_tensor_parallelism")
-tensor_parallelism = _not_built.function("tensor_parallelism")
-tp_register = _not_built.function("tp_register")
-tp_register_with_module = _not_built.function("tp_register_with_module")
 
 # The original's documents spell this one in three ways.
 delayed_param_initialization = delay_param_initialization
 delayed_parameter_initialization = delay_param_initialization
 
 _output_capture.install()
+_registry.register_finder(_families.find)

@@ -12,39 +12,7 @@ from typing import Any, Final, NoReturn
 
 from shardwright.errors import NotBuiltError
 
-_FAMILIES: Final = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta")
-_HOOKS: Final = ("transformer_lm_head", "transformer", "transformer_layer")
-
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensor parallelism (marking modules and replacing them by distributed ones) is missing": (
-        "model_creation",
-        "set_tensor_parallelism",
-        "tensor_parallelism",
-        "tp_register",
-        "tp_register_with_module",
-        "utils.get_distribution_axis",
-    ),
-    "tensor parallelism (distributed modules) is missing": (
-        "nn.DistributedAttentionLayer",
-        "nn.DistributedEmbedding",
-        "nn.DistributedLinear",
-        "nn.DistributedModule",
-        "nn.DistributedTransformer",
-        "nn.DistributedTransformerLMHead",
-        "nn.DistributedTransformerLayer",
-        "nn.DistributedTransformerOutputLayer",
-        "nn.FlashAttentionLayer",
-    ),
-    "tensor parallelism (adapters and weight translation for real models) is missing": (
-        *(f"nn.huggingface.{family}.translate_state_dict_to_hf_{family}" for family in _FAMILIES),
-        *(
-            f"nn.huggingface.{family}.translate_hf_state_dict_to_smdistributed_{family}"
-            for family in _FAMILIES
-        ),
-        *(f"nn.huggingface.{family}.get_hf_{family}_{hook}_hooks" for family in _FAMILIES for hook in _HOOKS),
-        "nn.huggingface.gpt2.translate_hf_block_state_dict_to_smdistributed",
-        "nn.huggingface.gpt2.translate_layer_state_dict_to_hf_gpt2_block",
-    ),
     "half precision (float32 masters and a loss scale that all ranks agree on) is missing": (
         "amp.GradScaler",
     ),

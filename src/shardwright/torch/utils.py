@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.torch import _not_built
+from shardwright.engine.queries import get_distribution_axis
 
 __all__ = ["get_distribution_axis", "rmsg"]
-
-get_distribution_axis = _not_built.function("utils.get_distribution_axis")
 
 
 def rmsg(message: str) -> str:

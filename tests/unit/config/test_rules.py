@@ -153,7 +153,6 @@ def test_world_of_one() -> None:
 # -- features to come --------------------------------------------------------------------------------------
 
 SWITCHED_ON: dict[str, dict[str, Any]] = {
-    "tensor_parallel_degree": {"tensor_parallel_degree": 2, "ddp": True},
     "sharded_data_parallel_degree": {"sharded_data_parallel_degree": 2, "ddp": True},
     **{key: {key: True} for key, setting in SETTINGS.items() if key in NOT_BUILT and setting.kind == "flag"},
 }
@@ -177,9 +176,9 @@ def test_missing_feature_raises_only_when_switched_on(key: str) -> None:
 
 def test_missing_features_are_listed_together() -> None:
     with pytest.raises(NotImplementedError) as failure:
-        check_supported(config(fp16=True, offload_activations=True, ddp=True, tensor_parallel_degree=4))
+        check_supported(config(fp16=True, offload_activations=True, checkpoint_attentions=True))
     message = str(failure.value)
-    assert all(f"'{key}'" in message for key in ("fp16", "offload_activations", "tensor_parallel_degree"))
+    assert all(f"'{key}'" in message for key in ("fp16", "offload_activations", "checkpoint_attentions"))
 
 
 def test_settings_that_change_nothing_yet_are_accepted() -> None:

@@ -70,6 +70,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         *,
         gated: bool = False,
         mlp_bias: bool = True,
+        intermediate_dropout_prob: float = 0.0,
         norm: Norm = "layernorm",
         fused_bias_gelu: bool = False,
         fused_dropout: bool = False,
@@ -81,6 +82,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         batch.check_hidden(hidden_size)
         self.sliced = keeps_hidden_sliced()
         self.hidden_dropout_prob = hidden_dropout_prob
+        self.intermediate_dropout_prob = intermediate_dropout_prob
         self.activation = activation
         self._activate = find_activation(activation)
         self.fp32_residual_addition = fp32_residual_addition
@@ -127,7 +129,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         if self.pre_layernorm is not None:
             hidden = self.pre_layernorm(hidden)
         hidden = row_linear(
-            self._expand(hidden),
+            randomness.dropout(self._expand(hidden), self.intermediate_dropout_prob, self.training, split=True),
             self.dense2.weight,
             self.dense2.bias,
             leave="hidden" if self.sliced else "whole",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from shardwright.torch import _not_built
+from torch import Tensor
+
+from shardwright.integrations.huggingface import families, translation
+from shardwright.integrations.huggingface.adapter import Hooks
+from shardwright.integrations.huggingface.renaming import State
 
 __all__ = [
     "get_hf_gptneo_transformer_hooks",
@@ -14,19 +18,37 @@ __all__ = [
     "translate_state_dict_to_hf_gptneo",
 ]
 
-translate_state_dict_to_hf_gptneo = _not_built.function(
-    "nn.huggingface.gptneo.translate_state_dict_to_hf_gptneo"
-)
-translate_hf_state_dict_to_smdistributed_gptneo = _not_built.function(
-    "nn.huggingface.gptneo.translate_hf_state_dict_to_smdistributed_gptneo"
-)
-get_hf_gptneo_transformer_lm_head_hooks = _not_built.function(
-    "nn.huggingface.gptneo.get_hf_gptneo_transformer_lm_head_hooks"
-)
-get_hf_gptneo_transformer_hooks = _not_built.function("nn.huggingface.gptneo.get_hf_gptneo_transformer_hooks")
-get_hf_gptneo_transformer_layer_hooks = _not_built.function(
-    "nn.huggingface.gptneo.get_hf_gptneo_transformer_layer_hooks"
-)
+
+def translate_hf_state_dict_to_smdistributed_gptneo(sd: State, max_seq_len: int | None = None) -> dict[str, Tensor]:
+    """Weights of a GPT-Neo language model, or of a bare model, under the names of its distributed version.
+
+    `sd` is emptied on the way. max_seq_len is accepted for old scripts; buffers of causal masks are dropped.
+    """
+    return translation.gptneo_in(sd)
+
+
+def translate_state_dict_to_hf_gptneo(sd: State, max_seq_len: int | None = None) -> dict[str, Tensor]:
+    """The inverse of `translate_hf_state_dict_to_smdistributed_gptneo`; names that tied weights need are added.
+
+    `sd` is emptied on the way. max_seq_len: length of the causal-mask buffers, for transformers before 4.30.
+    """
+    return translation.gptneo_out(sd, max_seq_len)
+
+
+def get_hf_gptneo_transformer_lm_head_hooks() -> Hooks:
+    """Init, forward and return hook of `GPTNeoForCausalLM` for `DistributedTransformerLMHead`."""
+    return families.hooks_of("gptneo", "GPTNeoForCausalLM")
+
+
+def get_hf_gptneo_transformer_hooks() -> Hooks:
+    """Init, forward and return hook of `GPTNeoModel` for `DistributedTransformerLMHead` without a head."""
+    return families.hooks_of("gptneo", "GPTNeoModel")
+
+
+def get_hf_gptneo_transformer_layer_hooks() -> Hooks:
+    """Init, forward and return hook of `GPTNeoBlock` for `DistributedTransformerLayer`."""
+    return families.hooks_of("gptneo", "GPTNeoBlock")
+
 
 # Other spellings of the same function, in documents and scripts of the original.
 translate_hf_gptneo_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptneo

@@ -1,0 +1,380 @@
+"""Swapping marked modules for their distributed versions, when a model is wrapped.
+
+Rules, in this order, from the root down:
+- The outermost marked module that has a distributed version is replaced; what is below it goes with it.
+- It is left alone, and what is below it is looked at, if a hook or an adapter declines, if a module below it was
+  switched off by the script, if it shares weights with a module outside, or if sizes can't be cut. Every case is
+  logged with its reason.
+- The degree doesn't matter: with tensor_parallel_degree 1 modules are replaced as well.
+
+Weights are carried over, so that the model computes what it did before; see `_Weights` for when they are fresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from shardwright.errors import ConfigError, ShapeError, UsageError
+from shardwright.log import get_logger, rank_zero
+from shardwright.tensor_parallel import construction, registry, scope
+from shardwright.tensor_parallel.module import load_full, spec_of, tp_size, without_initial_values
+from shardwright.tensor_parallel.registry import NotReplaced, Recipe, Renaming
+from shardwright.transport import collectives, objects
+
+_log = get_logger(__name__)
+
+OnReplaced = Callable[[nn.Module, nn.Module], object]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One module that was replaced.
+
+    name: in the model; "" is the root.   original, distributed: class names.   family: of the adapter, or "".
+    fresh: why its weights are new ones, "" if they were carried over.   renaming: of its weights, or None.
+    """
+
+    name: str
+    original: str
+    distributed: str
+    family: str = ""
+    fresh: str = ""
+    renaming: Renaming | None = None
+    built_in: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One marked module that has a distributed version but keeps its own class, and why.
+
+    by_size: its sizes can't be cut by the degree.   built_in: a plain linear layer or embedding.
+    """
+
+    name: str
+    original: str
+    reason: str
+    by_size: bool = False
+    built_in: bool = False
+
+
+@dataclass
+class Report:
+    """What a wrap did."""
+
+    replaced: list[Replaced] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+
+
+def substitute(root: nn.Module, on_replaced: OnReplaced | None = None) -> tuple[nn.Module, Report]:
+    """Replace the marked modules of a model in place; the root itself may be another one afterwards.
+
+    Called by: every rank, in `smp.DistributedModel`, before anything is moved or sent.
+    Collectives: over TP_GROUP: one small object gather, for each replaced module one gather of hashes of its
+        weights, and a broadcast of them where they differ; for fresh weights those of `module.fresh`.
+    on_replaced: called with (original, distributed) before the original goes.
+    Returns: the root, and what was done.
+    Raises: ConfigError if the degree can't cut any of the model's blocks; UsageError if ranks would replace
+        different modules.
+    """
+    work = _Substitution(root, on_replaced)
+    work.run()
+    construction.forget(work.root)
+    _log_kept(work.report.kept)
+    _check_something_was_cut(work.report)
+    return work.root, work.report
+
+
+class _Substitution:
+    """One walk over a model."""
+
+    def __init__(self, root: nn.Module, on_replaced: OnReplaced | None) -> None:
+        self.root = root
+        self.report = Report()
+        self._on_replaced = on_replaced
+        self._seen: set[int] = set()
+        self._slots: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._holders: dict[int, dict[int, str]] = {}
+        for name, module in root.named_modules():
+            for key, child in module._modules.items():
+                if child is not None:
+                    self._slots.setdefault(id(child), []).append((module, key))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._holders.setdefault(id(parameter), {})[id(module)] = name
+
+    def run(self) -> None:
+        _agree([f"{name} {mark.enabled} {type(module).__name__}" for name, module, mark in self._marked()])
+        self._visit("", self.root, scope.UNMARKED)
+
+    def _marked(self) -> Iterator[tuple[str, nn.Module, scope.Mark]]:
+        """Every module with what holds for it."""
+        marks = {"": scope.UNMARKED}
+        for name, module in self.root.named_modules():
+            above = marks[name.rpartition(".")[0]] if name else scope.UNMARKED
+            marks[name] = scope.own_mark(module, above)
+            yield name, module, marks[name]
+
+    def _visit(self, name: str, module: nn.Module, above: scope.Mark) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        mark = scope.own_mark(module, above)
+        if mark.enabled and self._replace(name, module, mark):
+            return
+        for key, child in list(module._modules.items()):
+            if child is not None:
+                self._visit(f"{name}.{key}" if name else key, child, mark)
+
+    def _replace(self, name: str, module: nn.Module, mark: scope.Mark) -> bool:
+        """Replace a module if it can be; otherwise say why not."""
+        recipe: Recipe | None = None
+        by_size = False
+        try:
+            recipe = registry.recipe_for(module, mark.options)
+            if recipe is None:
+                return False
+            self._check_free(name, module, mark)
+            made, fresh = _Weights(module, recipe, mark).build()
+        except NotReplaced as declined:
+            reason = str(declined)
+        except NotImplementedError as declined:
+            reason = str(declined) or "not implemented"
+        except (ConfigError, ShapeError) as refused:
+            reason, by_size = refused.what, True
+        else:
+            self._put(module, made)
+            registry.with_hooks(made, type(module), recipe)
+            self.report.replaced.append(
+                Replaced(
+                    name,
+                    type(module).__name__,
+                    recipe.dist_class.__name__,
+                    recipe.family,
+                    fresh,
+                    recipe.renaming,
+                    recipe.built_in,
+                )
+            )
+            return True
+        built_in = recipe is not None and recipe.built_in
+        self.report.kept.append(Kept(name, type(module).__name__, reason, by_size, built_in))
+        return False
+
+    def _check_free(self, name: str, module: nn.Module, mark: scope.Mark) -> None:
+        """Raise NotReplaced if a module below is switched off, or weights are shared with a module outside."""
+        inside = {id(found) for found in module.modules()}
+        marks = {"": mark}
+        for path, found in module.named_modules():
+            if path:
+                marks[path] = scope.own_mark(found, marks[path.rpartition(".")[0]])
+                if not marks[path].enabled:
+                    raise NotReplaced(f"the script switched off '{path}' inside it")
+        for path, parameter in module.named_parameters():
+            outside = [n for holder, n in self._holders[id(parameter)].items() if holder not in inside]
+            if outside:
+                raise NotReplaced(f"its weight '{path}' is shared with '{outside[0]}'")
+
+    def _put(self, module: nn.Module, made: nn.Module) -> None:
+        """Everywhere in the model, the new module stands in place of the old one."""
+        _take_over(module, made)
+        if self._on_replaced is not None:
+            self._on_replaced(module, made)
+        for parent, key in self._slots.get(id(module), ()):
+            parent._modules[key] = made
+        if module is self.root:
+            self.root = made
+
+
+def _take_over(module: nn.Module, made: nn.Module) -> None:
+    """What scripts and frameworks look for on the module: its configuration, plain values, training flag, and hooks."""
+    made.train(module.training)
+    for name, value in vars(module).items():
+        # such as the kind of attention of a layer, by which the model around it chooses the mask
+        if isinstance(value, (str, bool, int, float)) and not name.startswith("_") and not hasattr(made, name):
+            setattr(made, name, value)
+    config = module.__dict__.get("config")
+    if config is not None and not hasattr(made, "config"):
+        made.config = config
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        if getattr(module, name):
+            setattr(made, name, getattr(module, name))  # the same object: handles go on to work
+            for more in (f"{name}_with_kwargs", f"{name}_always_called"):
+                if hasattr(module, more):
+                    setattr(made, more, getattr(module, more))
+
+
+class _Weights:
+    """Building the distributed version of a module with the weights that it should have.
+
+    They are those of the original, except where it has none worth keeping: where parameters are on the meta device,
+    where the script switched off their initialisation (unless they were loaded since), or where no way is known
+    to translate names.
+    """
+
+    def __init__(self, module: nn.Module, recipe: Recipe, mark: scope.Mark) -> None:
+        self._module = module
+        self._recipe = recipe
+        self._mark = mark
+
+    def build(self) -> tuple[nn.Module, str]:
+        """The new module, and why its weights are fresh ("" if they were carried over)."""
+        fresh = self._reason_for_fresh()
+        if not fresh:
+            made = self._construct(blank=True)
+            state: dict[str, Tensor] = {
+                n: t.detach() for n, t in self._module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)
+            }
+            _level(state)
+            if self._recipe.renaming is not None:
+                full = self._recipe.renaming.to_distributed(state)
+                load_full(made, full)
+                self._carry_flags(made)
+                return made, ""
+            fresh = _misfit(made, state)
+            if not fresh:
+                load_full(made, state)
+                self._carry_flags(made)
+                return made, ""
+        made = self._construct(blank=False)
+        self._carry_flags(made)
+        return made, fresh
+
+    def _reason_for_fresh(self) -> str:
+        tensors = list(self._module.parameters())
+        if any(tensor.device.type == "meta" for tensor in tensors):
+            return "the original's are on the meta device"
+        if self._mark.blank and not _was_loaded(self._module):
+            return "the script switched off the original's initialisation"
+        return ""
+
+    def _construct(self, *, blank: bool) -> nn.Module:
+        tensors = list(self._module.parameters())
+        device = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), torch.device("cpu"))
+        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
+        with _default_dtype(dtype), device, without_initial_values() if blank else nullcontext():
+            return self._recipe.dist_class(*self._recipe.args, **self._recipe.kwargs)
+
+    def _carry_flags(self, made: nn.Module) -> None:
+        """Frozen weights stay frozen."""
+        flags = {name: p.requires_grad for name, p in self._module.named_parameters(remove_duplicate=False)}
+        if all(flags.values()):
+            return
+        if not any(flags.values()):
+            made.requires_grad_(False)
+            return
+        state = self._module.state_dict(keep_vars=True)
+        marks = {
+            n: torch.full((), float(flags.get(n, False)), device="cpu").expand(t.shape)
+            for n, t in state.items()
+            if isinstance(t, Tensor)
+        }
+        if self._recipe.renaming is not None:
+            marks = self._recipe.renaming.to_distributed(dict(marks))
+        for name, parameter in made.named_parameters(remove_duplicate=False):
+            if name in marks:
+                parameter.requires_grad_(bool((marks[name] > 0).any()))
+
+
+def _was_loaded(module: nn.Module) -> bool:
+    """Has transformers loaded weights into any part of the module? It leaves this attribute then."""
+    named = (*module.modules(), *module.parameters())
+    return any(bool(vars(found).get("_is_hf_initialized", False)) for found in named)
+
+
+def _misfit(made: nn.Module, state: Mapping[str, Tensor]) -> str:
+    """Why a state dict can't be loaded by equal names; "" if it can."""
+    specs = spec_of(made)
+    wanted = {
+        n: specs[n].full_shape if n in specs else tuple(t.shape)
+        for n, t in made.state_dict(keep_vars=True).items()
+        if isinstance(t, Tensor)
+    }
+    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if given == wanted:
+        return ""
+    odd = sorted({*(given.items() - wanted.items()), *(wanted.items() - given.items())})
+    return f"no translation of names is known, and '{odd[0][0]}' {list(odd[0][1])} differs"
+
+
+def _level(state: Mapping[str, Tensor]) -> None:
+    """Make the weights equal on all tp ranks: those of tp rank 0, if they aren't equal already.
+
+    Called by: every rank of a tp group, with the same names in the same order.
+    """
+    if tp_size() == 1 or not state:
+        return
+    hashes = torch.tensor([_hash(tensor) for tensor in state.values()], dtype=torch.int64)
+    everyone = torch.stack(list(collectives.all_gather(hashes, "tp")))
+    differs = (everyone != everyone[0]).any(dim=0).tolist()
+    for tensor, different in zip(state.values(), differs, strict=True):
+        if different:
+            value = tensor.contiguous()
+            collectives.broadcast_tensor(value, "tp")
+            if value is not tensor:
+                tensor.copy_(value)
+
+
+def _hash(tensor: Tensor) -> int:
+    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return int.from_bytes(xxhash.xxh3_64_digest(data.numpy().data), "big", signed=True)
+
+
+def _agree(lines: Sequence[str]) -> None:
+    """Raise UsageError on every rank of the tp group unless all would replace the same modules."""
+    if tp_size() == 1:
+        return
+    told = objects.allgather_object((len(lines), xxhash.xxh3_64_hexdigest("\n".join(lines).encode())), "tp")
+    if len(set(told)) == 1:
+        return
+    everyone = objects.allgather_object(list(lines), "tp")
+    for position in range(max(map(len, everyone))):
+        versions = [found[position] if position < len(found) else "nothing" for found in everyone]
+        if len(set(versions)) > 1:
+            shown = ", ".join(f"tp rank {rank}: {version}" for rank, version in enumerate(versions))
+            raise UsageError(
+                f"tp ranks hold different models, or marked other modules; module {position} (name, marked, class) is"
+                f" {shown}",
+                remedy="build and mark the model alike on every rank",
+            )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _log_kept(kept: Sequence[Kept]) -> None:
+    """One line for each class and reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for found in kept:
+        groups.setdefault((found.original, found.reason), []).append(found.name or "(root)")
+    if rank_zero():
+        for (original, reason), names in groups.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            _log.info("not distributed: %s%s (%s): %s", ", ".join(names[:3]), more, original, reason)
+
+
+def _check_something_was_cut(report: Report) -> None:
+    """A degree that cuts none of the blocks of a model must show at once, not as a job that is merely slow."""
+    refused = [kept for kept in report.kept if kept.by_size]
+    blocks = [kept for kept in refused if not kept.built_in]
+    done = [found for found in report.replaced if not found.built_in]
+    if tp_size() == 1 or not refused or (not blocks and report.replaced) or (blocks and done):
+        return
+    first = (blocks or refused)[0]
+    raise ConfigError(
+        f"nothing of the model can be split over tensor_parallel_degree {tp_size()}: '{first.name or '(root)'}'"
+        f" ({first.original}): {first.reason}",
+        remedy="choose a degree that divides these sizes, or smp.set_tensor_parallelism(module, False)",
+    )

@@ -103,6 +103,8 @@ class Crossing:
             outcome = known
         else:
             self._leave_out(outcome.unused)
+            if outcome.reads:
+                frame.runtime.new_readers.add(unit.name)
             if not unit.dynamic:
                 unit.cache.told(key, frame, outcome)
         return self._settle(outcome, leaves)
@@ -144,6 +146,7 @@ class Crossing:
         versions: dict[int, int] = {}
         before: tuple[Any, ...] = ()
         wires = Tripwires(self._only_in_objects()) if cautious else None
+        watch = unit.kept.watch(new=cautious)
 
         def call(leaves: list[torch.Tensor]) -> Any:
             nonlocal before
@@ -155,6 +158,7 @@ class Crossing:
                         versions[number] = tensor._version
                 if wires is not None:
                     wires.set(given)
+            unit.kept.called(frame, unit.name)
             if unit.kept.places:
                 self.seen = unit.kept.restore()
             parts = self._rebuild(given)
@@ -162,14 +166,19 @@ class Crossing:
                 before = self._look()
             num_args = len(parts) - len(self.keywords)
             run = _checkpointed(native) if frame.checkpointing and torch.is_grad_enabled() else native
-            return run(*parts[:num_args], **dict(zip(self.keywords, parts[num_args:], strict=True)))
+            keywords = dict(zip(self.keywords, parts[num_args:], strict=True))
+            if watch is None:
+                return run(*parts[:num_args], **keywords)
+            with watch:
+                return run(*parts[:num_args], **keywords)
 
         self.result, leaves = frame.run_here(call, self.values, rng.forked)
         if unit.buffers:
             unit.runtime.refresh_buffers(unit.buffers)
         with torch._C.DisableTorchFunction():
             places = known.kept if known is not None else self._changes(before)
-            outcome = self._describe(given, versions, leaves, wires, places, known)
+            reads = unit.kept.reads(frame, unit.name, watch, places)
+            outcome = self._describe(given, versions, leaves, wires, places, known, reads)
         return outcome, leaves
 
     def _look(self) -> tuple[Any, ...]:
@@ -216,6 +225,7 @@ class Crossing:
         wires: Tripwires | None,
         places: tuple[Place, ...],
         known: UnitOutcome | None,
+        reads: bool,
     ) -> UnitOutcome:
         """The outcome of the run that returned `self.result`."""
         before = self.walker
@@ -252,7 +262,7 @@ class Crossing:
         )  # fmt: skip
         return UnitOutcome(
             root, places, tuple(made.contents), num_cells, altered, tuple(specs), tuple(views), depends, tuple(mutated),
-            unused, self._told_opaques(), volatile or tells_data(root, self.contents, tuple(made.contents)),
+            unused, self._told_opaques(), volatile or tells_data(root, self.contents, tuple(made.contents)), reads,
         )  # fmt: skip
 
     def _check_layout(self, tensor: torch.Tensor) -> None:

@@ -209,6 +209,11 @@ class Frame:
             self._turns.in_order(self)
         self.uses.note(self, thing)
 
+    def begin_in_order(self) -> None:
+        """Let the microbatches before this one come through forward before it does anything."""
+        self.in_order(self.runtime.overlay)
+        self.runtime.overlay.begin(self.index)
+
     def new_leaf(self, value: Value) -> PlacedTensor:
         """The same value, requiring grad from here on (its gradient goes no further)."""
         spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, True)

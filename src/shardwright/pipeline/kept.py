@@ -5,8 +5,13 @@ attributes, and in lists and other objects kept there, are results of the call: 
 tensors in those attributes. Before the module runs again, its owner puts the real ones back. Outside steps the owner
 finds the real ones, and other ranks what was there before.
 
-A unit takes up what the microbatch before has left if it is called once in each; one that is called several times meets
-its state in the order in which microbatches come by, as batch norms do with their statistics.
+A unit takes up what the calls before it have left, in the order of one process. Microbatches that all run one program
+never overtake each other, so a unit that each calls once is in order by itself. Where one is called several times, or
+programs differ, and calls look at what was kept, a microbatch begins when those before it are through forward (see
+`PipelineSteps`); so do all microbatches of the first step of a kind, in which nobody knows yet what is kept. If a call
+comes out of order nevertheless (after backward, on a path that no microbatch took before), its owner raises. A unit
+that keeps tensors and never looks at them, an auxiliary loss, runs in any order: each microbatch's glue sees its own.
+Buffers, such as the statistics of batch norms, are updated as microbatches come by.
 """
 
 from __future__ import annotations
@@ -17,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwright.errors import UnsupportedOperationError
 from shardwright.pipeline.overlay import Overlay
 from shardwright.pipeline.placed import PlacedTensor
+from shardwright.pipeline.watch import Watch, can_be_watched
 from shardwright.transport.structure import Builder, Node, Walker
 
 if TYPE_CHECKING:
@@ -35,8 +42,9 @@ _INTERNAL = frozenset(nn.Module().__dict__)
 class Kept:
     """What the modules of one unit keep, on one rank.
 
-    In order: `begin_step`; around each call on the owner `restore` and, for a new kind of call, `look` and `changes`,
-    then `describe`; after it `show` on every rank, `remember` and `put_back` on the owner; at last `end_step`.
+    In order: `begin_step`; around each call on the owner `called`, `restore`, `watch` and, for a new kind of call, `look`
+    and `changes`, then `reads` and `describe`; after it `show` on every rank, `remember` and `put_back` on the owner; at
+    last `end_step`.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -47,6 +55,13 @@ class Kept:
         # What was in a place before something was kept there; and, between steps, what glue saw in it at last.
         self._original: dict[Place, Any] = {}
         self._outside: dict[Place, tuple[Any, Any]] = {}
+        # On the owner: what calls have looked at, the step of the last call, its latest microbatch, and whether one before
+        # that came after it.
+        self._read: set[Place] = set()
+        self._reads = False
+        self._step = -1
+        self._latest = -1
+        self._overtaken = False
 
     # ------------------------------------------------------------------ around a step
 
@@ -74,6 +89,47 @@ class Kept:
         self._real = {id(t): self._real[id(t)] for t in alive.tensors if id(t) in self._real}
 
     # ------------------------------------------------------------------ around a call, on the owner
+
+    def called(self, frame: Frame, name: str) -> None:
+        """A call begins. Raises if it looks at what is kept and comes out of order."""
+        if frame.step != self._step:
+            self._step, self._latest, self._overtaken = frame.step, -1, False
+        self._overtaken = self._overtaken or frame.index < self._latest
+        self._latest = max(self._latest, frame.index)
+        self._demand_order(frame, name)
+
+    def watch(self, *, new: bool) -> Watch | None:
+        """What to open around a call, to find out what it looks at. new: it is of a new kind."""
+        if self._reads or not (new or self.places):
+            return None
+        if not all(map(can_be_watched, self.modules)):
+            self._reads = True
+            return None
+        return Watch(self.modules if new else [self.modules[number] for number, _ in self.places])
+
+    def reads(self, frame: Frame, name: str, watch: Watch | None, places: Sequence[Place]) -> bool:
+        """After a call that leaves tensors in `places`: has any so far looked at what is kept?
+
+        Raises if it has, and calls of this step came out of order.
+        """
+        if watch is not None:
+            numbers = {id(module): number for number, module in enumerate(self.modules)}
+            self._read |= {(numbers[module], key) for module, key in watch.seen if module in numbers}
+        if not (self.places or places):
+            return False
+        self._reads = self._reads or not self._read.isdisjoint(self.places.union(places))
+        self._demand_order(frame, name)
+        return self._reads
+
+    def _demand_order(self, frame: Frame, name: str) -> None:
+        if self._overtaken and self._reads:
+            raise UnsupportedOperationError(
+                f"module '{name}' looks at tensors that it keeps from call to call, and was called by microbatch"
+                f" {frame.index} and by one after it in another order than in one process",
+                where=frame.where(name),
+                remedy="call it either before model.backward() or after it, alike in all microbatches and steps; or give"
+                " it what it keeps as an argument",
+            )
 
     def restore(self) -> dict[Place, Any]:
         """Put real tensors where glue sees placed ones; returns what glue saw."""

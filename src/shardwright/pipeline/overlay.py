@@ -82,6 +82,12 @@ class Overlay:
         """Let every microbatch of the step have this attribute for itself, whether it is assigned or not."""
         self._slots.setdefault((id(module), key), _Slot(module, key))
 
+    def begin(self, microbatch: int) -> None:
+        """This microbatch has done nothing so far, and those before it have come further since it was shown first."""
+        for slot in self._slots.values():
+            slot.by_microbatch.pop(microbatch, None)
+        self.show(microbatch)
+
     def show(self, microbatch: int) -> None:
         """This microbatch runs now: let modules have the attributes that it should see."""
         for slot in self._slots.values():

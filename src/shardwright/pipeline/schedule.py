@@ -63,7 +63,7 @@ class Order:
 
     turns: the rank's turns in a timetable; None: cautious.   limit: most microbatches in flight, when
     cautious.
-    gated: "simple".
+    gated: "simple".   in_line: when cautious, none starts before those before it are through forward.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Order:
         turns: Sequence[int] | None = None,
         limit: int | None = None,
         gated: bool = False,
+        in_line: bool = False,
     ) -> None:
+        self._in_line = in_line
         self._total = num_microbatches
         self._turns = deque(turns or ())
         self._limit = num_microbatches if limit is None else limit
@@ -90,8 +92,9 @@ class Order:
             index = self._turns.popleft()
             if index not in self._strayed and index not in self._done:
                 return self._take(index)
-        if self._next_new < self._total and len(self._waiting) < self._limit:
-            return self._take(self._next_new)
+        new = self._next_new
+        if new < self._total and len(self._waiting) < self._limit and not (self._in_line and not self.may_pass(new)):
+            return self._take(new)
         closed = self._gated and len(self._at_gate | self._done) < self._total
         runnable = self._waiting - self._at_gate if closed else self._waiting
         return self._take(min(runnable)) if runnable else None

@@ -51,6 +51,10 @@ class Crossing:
             collector = read()
             if collector is not None:
                 describe(collector)
+        first_kept = len(walker.tensors)
+        for tensor in unit.kept.operands(frame) if unit.kept.places else ():
+            describe(tensor)
+        self.kept = range(first_kept, len(walker.tensors))
         self.frame = frame
         self.unit = unit
         self.keywords = tuple(kwargs)
@@ -104,7 +108,9 @@ class Crossing:
         else:
             self._leave_out(outcome.unused)
             if outcome.reads:
-                frame.runtime.new_readers.add(unit.name)
+                in_objects = any(node[0] != "tensor" for node in outcome.root[2][1:])
+                readers = frame.runtime.new_readers
+                readers[unit.name] = readers.get(unit.name, False) or in_objects
             if not unit.dynamic:
                 unit.cache.told(key, frame, outcome)
         return self._settle(outcome, leaves)
@@ -160,7 +166,7 @@ class Crossing:
                     wires.set(given)
             unit.kept.called(frame, unit.name)
             if unit.kept.places:
-                self.seen = unit.kept.restore()
+                self.seen = unit.kept.restore({id(self.originals[n]): given[n] for n in self.kept})
             parts = self._rebuild(given)
             if cautious:
                 before = self._look()

@@ -229,16 +229,17 @@ class Frame:
         cut.copies = set(value.copies)
         return PlacedTensor.of(cut)
 
-    def adopt_foreign(self, placed: PlacedTensor) -> Value:
+    def adopt_foreign(self, placed: PlacedTensor, *, detach: bool = False) -> Value:
         """A value of another microbatch that Python kept: usable as a constant."""
         old = placed._value
-        if old.spec.requires_grad:
+        if old.spec.requires_grad and torch.is_grad_enabled() and not detach:
             raise UnsupportedOperationError(
                 f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch {self.index}",
                 where=self.where("glue"),
                 remedy="detach() what is kept from one microbatch to the next",
             )
-        value = self.new_value(old.spec, old.holder, old.tensor)
+        spec = Spec(old.spec.shape, old.spec.stride, old.spec.dtype, False)
+        value = self.new_value(spec, old.holder, old.tensor)
         value.copies, value.born = set(old.born), old.born
         return value
 

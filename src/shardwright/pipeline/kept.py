@@ -7,8 +7,9 @@ finds the real ones, and other ranks what was there before.
 
 A unit takes up what the calls before it have left, in the order of one process. Microbatches that all run one program
 never overtake each other, so a unit that each calls once is in order by itself. Where one is called several times, or
-programs differ, and calls look at what was kept, a microbatch begins when those before it are through forward (see
-`PipelineSteps`); so do all microbatches of the first step of a kind, in which nobody knows yet what is kept. If a call
+programs differ, or tensors are kept in a list or another object, of which each microbatch has its own copy, and calls
+look at what was kept, a microbatch begins when those before it are through forward (see `PipelineSteps`); so do all
+microbatches of the first step of a kind, in which nobody knows yet what is kept. If a call
 comes out of order nevertheless (after backward, on a path that no microbatch took before), its owner raises. A unit
 that keeps tensors and never looks at them, an auxiliary loss, runs in any order: each microbatch's glue sees its own.
 Buffers, such as the statistics of batch norms, are updated as microbatches come by.
@@ -17,6 +18,7 @@ Buffers, such as the statistics of batch norms, are updated as microbatches come
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +52,8 @@ class Kept:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
         self.places: set[Place] = set()
+        # Those that earlier steps told: the same on all ranks at any time of a step.
+        self._settled: set[Place] = set()
         # By id of a placed tensor that glue sees: it, and the real one. Only on the owner.
         self._real: dict[int, tuple[PlacedTensor, torch.Tensor]] = {}
         # What was in a place before something was kept there; and, between steps, what glue saw in it at last.
@@ -75,6 +79,7 @@ class Kept:
         self._outside.clear()
         for place in self.places:
             overlay.track(self.modules[place[0]], place[1])
+        self._settled = set(self.places)
 
     def end_step(self) -> None:
         """Give the owner real tensors, and other ranks what was there before anything was kept."""
@@ -87,6 +92,18 @@ class Kept:
             self._outside[place] = (put, seen)
             self._set(place, put)
         self._real = {id(t): self._real[id(t)] for t in alive.tensors if id(t) in self._real}
+
+    # ------------------------------------------------------------------ before a call, on every rank
+
+    def operands(self, frame: Frame) -> list[PlacedTensor]:
+        """What the call takes in besides its arguments: tensors of the microbatch that require grad, or that glue made."""
+        shown = frame.told.get((id(self), "places"), ())
+        told = frame.told.get(id(self), {})
+        walker = Walker()
+        for place in sorted(self._settled.union(shown)):
+            _tensors_in(self._get(place), walker)
+        found = [t for t in walker.tensors if type(t) is PlacedTensor and t._value.frame is frame]
+        return [t for t in found if t._value.spec.requires_grad or told.get(t._value.id) is not t]
 
     # ------------------------------------------------------------------ around a call, on the owner
 
@@ -131,12 +148,12 @@ class Kept:
                 " it what it keeps as an argument",
             )
 
-    def restore(self) -> dict[Place, Any]:
-        """Put real tensors where glue sees placed ones; returns what glue saw."""
+    def restore(self, given: Mapping[int, torch.Tensor]) -> dict[Place, Any]:
+        """Put real tensors where glue sees placed ones; returns what glue saw. given: the operands' by placed one's id."""
         seen = {}
         for place in self.places:
             seen[place] = self._get(place)
-            self._set(place, self._with_real(seen[place]))
+            self._set(place, self._with_real(seen[place], given))
         return seen
 
     def look(self) -> list[dict[str, Any]]:
@@ -183,19 +200,30 @@ class Kept:
         if place not in self.places:
             self.places.add(place)
             self._original[place] = self._get(place)
+        frame.told.setdefault((id(self), "places"), set()).add(place)
         module, name = self.modules[place[0]], place[1]
         frame.runtime.overlay.assign(frame.index, module, name, builder.value(node), _set_plainly)
 
     # ------------------------------------------------------------------
 
-    def _with_real(self, value: Any) -> Any:
+    def _with_real(self, value: Any, given: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Any:
         """The same with real tensors, in containers of its own."""
         walker = Walker()
-        if not any(id(t) in self._real for t in _tensors_in(value, walker)):
+        tensors = [self._real_of(t, given) for t in _tensors_in(value, walker)]
+        if all(real is t for real, t in zip(tensors, walker.tensors, strict=True)):
             return value
         root = walker.describe(value)
-        tensors = [self._real[id(t)][1] if id(t) in self._real else t for t in walker.tensors]
         return Builder(tensors, (), walker.contents, dict(enumerate(walker.opaques))).value(root)
+
+    def _real_of(self, tensor: torch.Tensor, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The tensor behind a placed one; itself if it is none, or not here."""
+        real = given.get(id(tensor))
+        if real is not None or type(tensor) is not PlacedTensor:
+            return tensor if real is None else real
+        if id(tensor) in self._real:
+            return self._real[id(tensor)][1]
+        value = tensor._value  # made by glue: without gradient, where it is here, its number is enough
+        return tensor if value.tensor is None or value.spec.requires_grad else value.tensor
 
     def _get(self, place: Place) -> Any:
         return self.modules[place[0]].__dict__.get(place[1], _ABSENT)

@@ -154,7 +154,7 @@ class PipelineSteps:
         readers = self.runtime.readers
         for frame in frames if readers else ():
             calls = [call.label for call in frame.calls if call.label in readers]
-            if len(calls) > (0 if differ else len(set(calls))):
+            if len(calls) > (0 if differ else len(set(calls))) or any(readers[name] for name in calls):
                 return True
         return False
 

@@ -18,8 +18,9 @@ import torch.utils.checkpoint
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.log import get_logger, once
 from shardwright.pipeline import aliasing, derive
+from shardwright.pipeline.contents import changed, contents_of
 from shardwright.pipeline.glue import choose_rank
-from shardwright.pipeline.kept import Numbered, Place, changed, contents_of
+from shardwright.pipeline.kept import Numbered, Place
 from shardwright.pipeline.operands import lifted
 from shardwright.pipeline.placed import PlacedTensor, Value
 from shardwright.pipeline.runtime import ambient
@@ -182,8 +183,8 @@ class Crossing:
         if unit.buffers:
             unit.runtime.refresh_buffers(unit.buffers)
         with torch._C.DisableTorchFunction():
-            places = known.kept if known is not None else self._changes(before)
-            reads = unit.kept.reads(frame, unit.name, watch, places)
+            places, unseen = (known.kept, unit.kept.unseen) if known is not None else self._changes(before)
+            reads = unit.kept.reads(frame, unit.name, watch, unseen.union(places))
             outcome = self._describe(given, versions, leaves, wires, places, known, reads)
         return outcome, leaves
 
@@ -193,7 +194,7 @@ class Crossing:
         with torch._C.DisableTorchFunction():
             return self.unit.kept.look(), [(v, contents_of(v)) for v in own]
 
-    def _changes(self, before: tuple[Any, ...]) -> tuple[Place, ...]:
+    def _changes(self, before: tuple[Any, ...]) -> tuple[tuple[Place, ...], set[Place]]:
         in_modules, own = before
         for thing, old in own:
             if changed(old, contents_of(thing)):

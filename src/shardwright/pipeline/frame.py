@@ -59,6 +59,7 @@ class Frame:
     turns: gives the baton away before a wait, and takes it back.
     seed: base of the random streams of this step, equal on the pipeline group.
     gradient_scale: what the loss is multiplied with (1 / num_microbatches to average over them).
+    is_steady: others of the step come before it, or it is the only one.
     expected: the program for which the rank's turns were planned, if they were.
     converted: ordinary tensors that glue turned into placed ones (see `aliasing.convert`).
     program: what this microbatch made the ranks do, for the schedule.
@@ -76,6 +77,7 @@ class Frame:
         seed: int,
         gradient_scale: float = 1.0,
         expected: Sequence[Event] | None = None,
+        is_steady: bool = True,
     ) -> None:
         self.runtime = runtime
         self.index = index
@@ -93,6 +95,7 @@ class Frame:
         self.told: dict[Any, Any] = {}
         self.strayed = False
         self.finished = False
+        self.is_steady = is_steady
         self._expected = expected
         self.in_backward = False
         self._turns = turns

@@ -12,11 +12,13 @@ look at what was kept, a microbatch begins when those before it are through forw
 microbatches of the first step of a kind, in which nobody knows yet what is kept. If a call
 comes out of order nevertheless (after backward, on a path that no microbatch took before), its owner raises. A unit
 that keeps tensors and never looks at them, an auxiliary loss, runs in any order: each microbatch's glue sees its own.
-Buffers, such as the statistics of batch norms, are updated as microbatches come by.
+Buffers and tensors inside other objects, which glue is not shown, count as well. The statistics of batch norms don't:
+they are updated as microbatches come by.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import UnsupportedOperationError
+from shardwright.pipeline.contents import HOLDS_NO_TENSOR, Contents, buffers_of, changed, contents_of, depths_of
 from shardwright.pipeline.overlay import Overlay
 from shardwright.pipeline.placed import PlacedTensor
 from shardwright.pipeline.watch import Watch, can_be_watched
@@ -37,8 +40,6 @@ if TYPE_CHECKING:
 Place = tuple[int, str]
 
 _ABSENT = object()
-_NEVER = (bool, int, float, complex, str, bytes, type(None), nn.Module, nn.Parameter)
-_INTERNAL = frozenset(nn.Module().__dict__)
 
 
 class Kept:
@@ -59,10 +60,12 @@ class Kept:
         # What was in a place before something was kept there; and, between steps, what glue saw in it at last.
         self._original: dict[Place, Any] = {}
         self._outside: dict[Place, tuple[Any, Any]] = {}
-        # On the owner: what calls have looked at, the step of the last call, its latest microbatch, and whether one before
-        # that came after it.
+        # On the owner: where calls changed what glue is not shown (buffers, tensors inside other objects); where they
+        # looked; do they look at what they change?
+        self.unseen: set[Place] = set()
         self._read: set[Place] = set()
         self._reads = False
+        # The step of the last call, its latest microbatch, and whether one before that came after it.
         self._step = -1
         self._latest = -1
         self._overtaken = False
@@ -113,33 +116,37 @@ class Kept:
             self._step, self._latest, self._overtaken = frame.step, -1, False
         self._overtaken = self._overtaken or frame.index < self._latest
         self._latest = max(self._latest, frame.index)
-        self._demand_order(frame, name)
+        self._demand_order(frame, name, self._reads)
 
     def watch(self, *, new: bool) -> Watch | None:
         """What to open around a call, to find out what it looks at. new: it is of a new kind."""
-        if self._reads or not (new or self.places):
+        changing = self.places | self.unseen
+        if self._reads or not (new or changing) or not self._can_be_watched:
             return None
-        if not all(map(can_be_watched, self.modules)):
-            self._reads = True
-            return None
-        return Watch(self.modules if new else [self.modules[number] for number, _ in self.places])
+        return Watch(self.modules if new else [self.modules[number] for number, _ in changing])
 
-    def reads(self, frame: Frame, name: str, watch: Watch | None, places: Sequence[Place]) -> bool:
-        """After a call that leaves tensors in `places`: has any so far looked at what is kept?
+    @functools.cached_property
+    def _can_be_watched(self) -> bool:
+        return all(map(can_be_watched, self.modules))
 
-        Raises if it has, and calls of this step came out of order.
+    def reads(self, frame: Frame, name: str, watch: Watch | None, changes: Iterable[Place]) -> bool:
+        """After a call that may have made these `changes`: has a call of the unit looked there?
+
+        What the first microbatch finds missing and makes, and others only use, is no state. So only those after it tell.
+        Raises if calls have looked at what they change, and came out of order.
         """
         if watch is not None:
             numbers = {id(module): number for number, module in enumerate(self.modules)}
             self._read |= {(numbers[module], key) for module, key in watch.seen if module in numbers}
-        if not (self.places or places):
-            return False
-        self._reads = self._reads or not self._read.isdisjoint(self.places.union(places))
-        self._demand_order(frame, name)
+        elif not self._can_be_watched:
+            self._read.update(changes)
+        reads = not self._read.isdisjoint(changes)
+        self._demand_order(frame, name, reads)
+        self._reads = self._reads or (reads and frame.is_steady)
         return self._reads
 
-    def _demand_order(self, frame: Frame, name: str) -> None:
-        if self._overtaken and self._reads:
+    def _demand_order(self, frame: Frame, name: str, reads: bool) -> None:
+        if self._overtaken and reads:
             raise UnsupportedOperationError(
                 f"module '{name}' looks at tensors that it keeps from call to call, and was called by microbatch"
                 f" {frame.index} and by one after it in another order than in one process",
@@ -156,19 +163,25 @@ class Kept:
             self._set(place, self._with_real(seen[place], given))
         return seen
 
-    def look(self) -> list[dict[str, Any]]:
+    def look(self) -> list[tuple[Contents, Contents, Contents]]:
         """What is there before a call, to find out what it changes."""
-        return [contents_of(module) for module in self.modules]
+        met: set[int] = set()
+        return [(contents_of(module), buffers_of(module), depths_of(module, met)) for module in self.modules]
 
-    def changes(self, before: list[dict[str, Any]]) -> tuple[Place, ...]:
-        """Where tensors are kept now that were not there before the call."""
-        found = []
-        for number, (module, old) in enumerate(zip(self.modules, before, strict=True)):
-            for name in changed(old, contents_of(module)):
+    def changes(self, before: list[tuple[Contents, Contents, Contents]]) -> tuple[tuple[Place, ...], set[Place]]:
+        """Where tensors are kept now that were not there before the call: for glue to see, and all others."""
+        shown, unseen = [], set()
+        for number, (module, old, now) in enumerate(zip(self.modules, before, self.look(), strict=True)):
+            for name in changed(old[0], now[0]):
                 walker = Walker()
                 if _tensors_in(module.__dict__.get(name), walker) and not walker.opaques:
-                    found.append((number, name))
-        return tuple(sorted(found))
+                    shown.append((number, name))
+            unseen |= {(number, name) for name in changed(old[1], now[1])}
+            inside = {(number, name) for name in changed(old[2], now[2])}.difference(shown)
+            unseen |= inside
+            self._read |= inside  # who changes an object has looked at the attribute
+        self.unseen |= unseen
+        return tuple(sorted(shown)), unseen
 
     def describe(self, frame: Frame, walker: Walker, places: Sequence[Place]) -> tuple[list[Node], bool]:
         """Nodes of what is in these places; and whether it is more than single tensors, so that it must be told.
@@ -250,34 +263,8 @@ class Numbered:
         return self._tensors[number] if number >= 0 else self._kept[-1 - number]
 
 
-def contents_of(thing: Any) -> dict[str, Any]:
-    """By name, the attributes of an object that may hold tensors, in a form that shows whether they have changed."""
-    attributes = getattr(thing, "__dict__", {})
-    return {n: (v, _entries(v)) for n, v in attributes.items() if n not in _INTERNAL and not isinstance(v, _NEVER)}
-
-
-def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names whose contents differ."""
-    nothing = (_ABSENT, None)
-    return [n for n, now in after.items() if not _same(before.get(n, nothing), now)]
-
-
-def _entries(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, torch.Tensor):
-        return () if value.is_inference() else (value._version,)
-    if isinstance(value, (list, set)):
-        return tuple(value)
-    return (*value, *value.values()) if isinstance(value, dict) else ()
-
-
-def _same(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
-    if left[0] is not right[0] or len(left[1] or ()) != len(right[1] or ()):
-        return False
-    return all(a is b or (type(a) is int and a == b) for a, b in zip(left[1] or (), right[1] or (), strict=True))
-
-
 def _tensors_in(value: Any, walker: Walker) -> list[torch.Tensor]:
-    if value is _ABSENT or isinstance(value, _NEVER):
+    if value is _ABSENT or isinstance(value, HOLDS_NO_TENSOR):
         return []
     known = len(walker.tensors)
     walker.describe(value)

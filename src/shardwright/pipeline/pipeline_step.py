@@ -78,6 +78,7 @@ class PipelineSteps:
                 seed=seed,
                 gradient_scale=self._gradient_scale(count),
                 expected=None if table is None else table.program,
+                is_steady=index > 0 or count == 1,
             )
 
         def body(frame: Frame) -> _Published:

@@ -55,7 +55,8 @@ def _hold(cls: type) -> None:
         _held[cls][0] += 1
         return
     _held[cls] = [1, cls.__dict__.get("__getattribute__")]
-    cls.__getattribute__ = _noting(cls.__getattribute__)  # type: ignore[assignment]
+    plain: Any = cls.__getattribute__
+    cls.__getattribute__ = _noting(plain)  # type: ignore[assignment]
 
 
 def _release(cls: type) -> None:

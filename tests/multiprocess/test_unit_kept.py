@@ -234,7 +234,7 @@ def build(keeper: type[nn.Module], calls: int, *, detour: bool = False) -> Any:
     return lambda: Visits(keeper, calls, detour=detour)
 
 
-def last_takes_the_detour(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def one_takes_a_detour(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """From step 2 on one microbatch leaves the path of the others."""
     x = vectors(step, batch=2 * MICROBATCHES)
     x[:, 0] = -x[:, 0].abs()
@@ -277,18 +277,18 @@ def cases() -> list[Case]:
                     reordered="microbatches that leave the program add their gradients last",
                 )
             )
-    found.append(
-        Case(
-            "last-detour",
-            build(RunningTotal, 1, detour=True),
-            train,
-            last_takes_the_detour,
-            {"keeper": 0, "block": 1},
-            steps=4,
-            microbatches=MICROBATCHES,
-            error="module 'keeper' looks at tensors that it keeps from call to call, and was called by microbatch 1",
+        found.append(
+            Case(
+                f"late-detour-stage{home}",
+                build(RunningTotal, 1, detour=True),
+                train,
+                one_takes_a_detour,
+                place,
+                steps=4,
+                microbatches=MICROBATCHES,
+                reordered="microbatches that leave the program add their gradients last",
+            )
         )
-    )
     found.append(
         Case(
             "in-between",

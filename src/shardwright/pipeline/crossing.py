@@ -85,6 +85,8 @@ class Crossing:
     def run(self, native: Callable[..., Any]) -> Any:
         """Run the call on its owner; elsewhere find or hear what comes out. Returns its result, on every rank."""
         frame, unit = self.frame, self.unit
+        if unit.name in frame.runtime.readers:
+            frame.stay_in_line()
         key = self._key()
         known, once = unit.cache.known(key, frame) if not unit.dynamic else (None, False)
         if known is not None and known.unused:

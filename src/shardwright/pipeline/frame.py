@@ -41,6 +41,9 @@ class Turns(Protocol):
     def in_order(self, frame: Frame) -> None:
         """Set this microbatch aside until those before it are as far."""
 
+    def stay_in_line(self, frame: Frame) -> None:
+        """Set this microbatch aside until those before it that have left the expected program are as far."""
+
     def forward_done(self, frame: Frame) -> None:
         """Called once, before the first backward; returns when backward may begin."""
 
@@ -64,7 +67,8 @@ class Frame:
     converted: ordinary tensors that glue turned into placed ones (see `aliasing.convert`).
     program: what this microbatch made the ranks do, for the schedule.
     calls: the same in words, for agreement.
-    in_backward: it has called backward.   strayed: it left the expected program.   finished: it came to its end.
+    in_backward: it has called backward.   strayed: it left the expected program, with event number `strayed_at`, or
+        because others did (None).   finished: it came to its end.
     told: outcomes of units that were announced in this microbatch, see `spec_cache`.
     """
 
@@ -94,6 +98,7 @@ class Frame:
         self.step = runtime.num_steps
         self.told: dict[Any, Any] = {}
         self.strayed = False
+        self.strayed_at: int | None = None
         self.finished = False
         self.is_steady = is_steady
         self._expected = expected
@@ -109,10 +114,12 @@ class Frame:
 
     def note(self, event: Event) -> None:
         """Enter an event into the program; called before what it stands for."""
-        stray = not self.strayed and strays(event, len(self.program), self._expected)
+        at = len(self.program)
+        stray = not self.strayed and strays(event, at, self._expected)
         self.program.append(event)
         if stray:
             self.strayed = True
+            self.strayed_at = at
             with context.own_view():
                 self._turns.wait_turn(self)
 
@@ -211,6 +218,11 @@ class Frame:
         with context.own_view():
             self._turns.in_order(self)
         self.uses.note(self, thing)
+
+    def stay_in_line(self) -> None:
+        """Before a call that must not come before those of earlier microbatches."""
+        with context.own_view():
+            self._turns.stay_in_line(self)
 
     def begin_in_order(self) -> None:
         """Let the microbatches before this one come through forward before it does anything."""

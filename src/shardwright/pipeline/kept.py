@@ -9,7 +9,8 @@ A unit takes up what the calls before it have left, in the order of one process.
 never overtake each other, so a unit that each calls once is in order by itself. Where one is called several times, or
 programs differ, or tensors are kept in a list or another object, of which each microbatch has its own copy, and calls
 look at what was kept, a microbatch begins when those before it are through forward (see `PipelineSteps`); so do all
-microbatches of the first step of a kind, in which nobody knows yet what is kept. If a call
+microbatches of the first step of a kind, in which nobody knows yet what is kept. When one leaves the program for the
+first time, those after it wait for it where they come to such a unit (`Executor.stay_in_line`). If a call
 comes out of order nevertheless (after backward, on a path that no microbatch took before), its owner raises. A unit
 that keeps tensors and never looks at them, an auxiliary loss, runs in any order: each microbatch's glue sees its own.
 Buffers and tensors inside other objects, which glue is not shown, count as well. The statistics of batch norms don't:

@@ -101,8 +101,11 @@ class Order:
 
     def may_pass(self, index: int) -> bool:
         """Are all microbatches before this one as far: through forward, or, if it is itself, at their end?"""
-        through = self._done if index in self._at_gate else self._done | self._at_gate
-        return through.issuperset(range(index))
+        return all(self.is_as_far(other, index) for other in range(index))
+
+    def is_as_far(self, other: int, index: int) -> bool:
+        """Is one microbatch as far as another: through forward, or, if that is itself, at its end?"""
+        return other in self._done or (other in self._at_gate and index not in self._at_gate)
 
     def set_aside(self, index: int) -> None:
         self._waiting.add(index)

@@ -212,6 +212,13 @@ def reset_and_add(model: Any, x: Tensor) -> Any:
     return loss
 
 
+def reset_at_the_end(model: Any, x: Tensor) -> Any:
+    loss = model(x).square().mean() + model.module.keeper.aux
+    model.backward(loss)
+    model.module.keeper.aux = 0.0
+    return loss
+
+
 def last_aux(model: Any, x: Tensor) -> Any:
     loss = model(x).square().mean() + model.module.keeper.aux
     model.backward(loss)
@@ -301,6 +308,32 @@ def cases() -> list[Case]:
             error="module 'keeper' looks at tensors that it keeps from call to call, and was called by microbatch 0",
         )
     )
+    found.append(
+        Case(
+            "reset-at-the-end",
+            build(Added, 1),
+            reset_at_the_end,
+            batch,
+            {"keeper": 0, "block": 1},
+            steps=4,
+            microbatches=MICROBATCHES,
+            error="microbatch 0 assigns 'aux' of a Added, which microbatch 1 has used already",
+        )
+    )
+    for home in (1, 2):
+        for calls in (1, 3):
+            found.append(
+                Case(
+                    f"four-stages-{calls}-stage{home}",
+                    build(RunningTotal, calls),
+                    train,
+                    batch,
+                    {"keeper": home, "block": 3},
+                    steps=4,
+                    microbatches=MICROBATCHES,
+                    pp=4,
+                )
+            )
     return found
 
 

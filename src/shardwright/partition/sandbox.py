@@ -29,15 +29,17 @@ _GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
 def untouched(module: nn.Module, *, keep_values: bool) -> Iterator[None]:
     """Everything the body does to `module` and to random state is undone, however the body ends.
 
-    keep_values: also put back what is written in place (not needed where the body works on stand-ins).
+    keep_values: also put back what is written in place to parameters and buffers (not needed where the body works on
+    stand-ins of them).
     Called by: one rank, before its first step. Collectives: none.
     """
     random_state = rng.capture()
     everywhere = [(hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS]
     attributes = [(found, vars(found).copy()) for found in module.modules()]
-    things = _within_reach([value for _, remembered in attributes for value in remembered.values()])
+    things, loose = _within_reach([value for _, remembered in attributes for value in remembered.values()])
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
-    values = [(tensor, tensor.detach().clone()) for tensor in _written(module)] if keep_values else []
+    written = [*loose, *_written(module)] if keep_values else loose
+    values = [(tensor, tensor.detach().clone()) for tensor in written]
     try:
         yield
     finally:
@@ -110,12 +112,15 @@ _DEPTH = 4
 _NOT_LOOKED_INTO = (Tensor, nn.Module, type, str, bytes, int, float, ModuleType, FunctionType, MethodType)
 
 
-def _within_reach(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Plain collections, and attributes of other objects, with a shallow copy of each."""
+def _within_reach(values: Iterable[Any]) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
+    """Plain collections and attributes of other objects, with a shallow copy of each; and tensors among them."""
     found: list[tuple[Any, Any]] = []
+    tensors: list[Tensor] = []
     met: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
+        if type(value) is Tensor:
+            tensors.append(value)
         if depth == 0 or value is None or isinstance(value, _NOT_LOOKED_INTO) or id(value) in met:
             return
         met.add(id(value))
@@ -135,7 +140,7 @@ def _within_reach(values: Iterable[Any]) -> list[tuple[Any, Any]]:
 
     for value in values:
         visit(value, _DEPTH)
-    return found
+    return found, tensors
 
 
 def _put_back(thing: Any, before: Any) -> None:

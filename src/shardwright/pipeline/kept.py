@@ -147,6 +147,8 @@ class Kept:
         return self._reads
 
     def _demand_order(self, frame: Frame, name: str, reads: bool) -> None:
+        for number, key in self.places & self._read if reads else ():
+            frame.runtime.overlay.take(frame.index, self.modules[number], key)
         if self._overtaken and reads:
             raise UnsupportedOperationError(
                 f"module '{name}' looks at tensors that it keeps from call to call, and was called by microbatch"

@@ -15,19 +15,22 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.errors import UnsupportedOperationError
+
 _ABSENT = object()
 
 
 class _Slot:
-    """One attribute: its value before the step, and what microbatches assigned."""
+    """One attribute: its value before the step, what microbatches assigned, and the latest that a unit used it for."""
 
-    __slots__ = ("before", "by_microbatch", "key", "module")
+    __slots__ = ("before", "by_microbatch", "key", "module", "taken")
 
     def __init__(self, module: nn.Module, key: str) -> None:
         self.module = module
         self.key = key
         self.before = module.__dict__.get(key, _ABSENT)
         self.by_microbatch: dict[int, Any] = {}
+        self.taken = -1
 
     def seen_by(self, microbatch: int) -> Any:
         for i in sorted(self.by_microbatch, reverse=True):
@@ -66,6 +69,12 @@ class Overlay:
             if module.__dict__.get(key, _ABSENT) is value:
                 return
             slot = _Slot(module, key)
+        if microbatch < slot.taken:
+            raise UnsupportedOperationError(
+                f"microbatch {microbatch} assigns '{key}' of a {type(module).__name__}, which microbatch {slot.taken} has"
+                " used already, in another order than one process would",
+                remedy="assign it where a microbatch begins, not after model.backward()",
+            )
         setter(module, key, value)
         if module.__dict__.get(key, _ABSENT) is value:  # not a parameter, buffer, module or property
             self._slots[(id(module), key)] = slot
@@ -77,6 +86,12 @@ class Overlay:
             if slot.before is value or any(value is made for made in slot.by_microbatch.values()):
                 return slot.seen_by(microbatch)
         return value
+
+    def take(self, microbatch: int, module: nn.Module, key: str) -> None:
+        """A unit uses the attribute for a microbatch: those before it may not assign it any more."""
+        slot = self._slots.get((id(module), key))
+        if slot is not None:
+            slot.taken = max(slot.taken, microbatch)
 
     def track(self, module: nn.Module, key: str) -> None:
         """Let every microbatch of the step have this attribute for itself, whether it is assigned or not."""

@@ -317,7 +317,7 @@ def cases() -> list[Case]:
             {"keeper": 0, "block": 1},
             steps=4,
             microbatches=MICROBATCHES,
-            error="microbatch 0 assigns 'aux' of a Added, which microbatch 1 has used already",
+            error="microbatch 0 assigns 'aux' of Added, which microbatch 1 has used already",
         )
     )
     for home in (1, 2):

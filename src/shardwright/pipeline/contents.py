@@ -24,7 +24,8 @@ Contents = dict[str, tuple[Any, Sequence[Any]]]
 def contents_of(thing: Any) -> Contents:
     """By name, the attributes of an object that may hold tensors, and what shows a change of each."""
     attributes = getattr(thing, "__dict__", {})
-    return {n: (v, _entries(v)) for n, v in attributes.items() if n not in _INTERNAL and not isinstance(v, HOLDS_NO_TENSOR)}
+    may_hold = {n: v for n, v in attributes.items() if n not in _INTERNAL and not isinstance(v, HOLDS_NO_TENSOR)}
+    return {n: (v, _entries(v)) for n, v in may_hold.items()}
 
 
 def buffers_of(module: nn.Module) -> Contents:

@@ -71,7 +71,7 @@ class Overlay:
             slot = _Slot(module, key)
         if microbatch < slot.taken:
             raise UnsupportedOperationError(
-                f"microbatch {microbatch} assigns '{key}' of a {type(module).__name__}, which microbatch {slot.taken} has"
+                f"microbatch {microbatch} assigns '{key}' of {type(module).__name__}, which microbatch {slot.taken} has"
                 " used already, in another order than one process would",
                 remedy="assign it where a microbatch begins, not after model.backward()",
             )

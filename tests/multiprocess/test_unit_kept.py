@@ -334,6 +334,10 @@ def cases() -> list[Case]:
                     pp=4,
                 )
             )
+        late = next(c for c in found if c.name == "late-detour-stage0")
+        for schedule in ("interleaved", "simple"):
+            place = {"keeper": home, "block": 3}
+            found.append(replace(late, name=f"late-{schedule}-stage{home}", place=place, pp=4, schedule=schedule))
     return found
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.transport import differentiable as comm
+from shardwright.transport.workspace import workspace
 
 Leave = Literal["whole", "hidden", "batch"]
 """What a row linear does with its partial output: sum it everywhere; keep a slice of the hidden dim of the sum;
@@ -140,7 +141,7 @@ class _ColumnSliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *tensors[:num])
-        parts, pending = comm.gather_start(_flat(x))
+        parts, pending = comm.gather_start(_flat(x), into="gathered")
         pending.wait()
         results = []
         for weight, bias in _layers(tensors):
@@ -159,10 +160,10 @@ class _ColumnSliced(torch.autograd.Function):
         flats = [_flat(grad) for grad in grads]
         flat = _flat(x)
         needs_weights = any(needs[2 : 2 + num])
-        parts, gathering = comm.gather_start(flat) if needs_weights else (None, None)
+        parts, gathering = comm.gather_start(flat, into="gathered") if needs_weights else (None, None)
         grad_x, scattering = None, None
         if needs[0]:
-            of_parts = flat.new_empty((comm.size(), *flat.shape))
+            of_parts = workspace("partial", (comm.size(), *flat.shape), flat)
             for rank, out in enumerate(of_parts.unbind(0)):
                 _sum_of_products([(g, _columns(w)[rank]) for g, w in zip(flats, weights, strict=True)], out)
         if gathering is not None:
@@ -214,7 +215,7 @@ class _RowHidden(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         flat = _flat(x)
-        parts = flat.new_empty((comm.size(), flat.shape[0], weight.shape[0] // comm.size()))
+        parts = workspace("partial", (comm.size(), flat.shape[0], weight.shape[0] // comm.size()), flat)
         for out, rows in zip(parts.unbind(0), _rows(weight), strict=True):
             torch.mm(flat, rows.t(), out=out)
         total = comm.scattered(parts)
@@ -227,7 +228,7 @@ class _RowHidden(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        parts, pending = comm.gather_start(_flat(grad))
+        parts, pending = comm.gather_start(_flat(grad), into="gathered")
         of_bias = _flat(grad).sum(0) if needs[2] else None
         pending.wait()
         grads = parts.unbind(0)

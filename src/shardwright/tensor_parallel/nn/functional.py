@@ -220,16 +220,11 @@ class _ColumnSliced(torch.autograd.Function):
             gathering.wait()
         if needs[0]:
             grad_x, scattering = comm.scatter_start(of_parts)
-        of_weights: list[Tensor | None] = []
-        for i, g in enumerate(flats):
-            if not needs[2 + i]:
-                of_weights.append(None)
-                continue
-            assert parts is not None
-            of_weight = torch.empty_like(weights[i], memory_format=torch.contiguous_format)
-            for part, out in zip(parts.unbind(0), _columns(of_weight), strict=True):
-                torch.mm(g.t(), part, out=out)
-            of_weights.append(of_weight)
+        of_weights: list[Tensor | None] = [None] * num
+        if parts is not None:
+            whole = workspace("joined", (len(flat), len(parts) * flat.shape[1]), flat)
+            whole.view(len(flat), len(parts), -1).copy_(parts.transpose(0, 1))
+            of_weights = [torch.mm(g.t(), whole) if needs[2 + i] else None for i, g in enumerate(flats)]
         of_biases = [g.sum(0) if needs[2 + num + i] else None for i, g in enumerate(flats)]
         if scattering is not None:
             scattering.wait()

@@ -192,8 +192,12 @@ class _Substitution:
 
 
 def _take_over(module: nn.Module, made: nn.Module) -> None:
-    """What scripts and frameworks look for on the module: its configuration, training flag, and hooks."""
+    """What scripts and frameworks look for on the module: its configuration, plain values, training flag, and hooks."""
     made.train(module.training)
+    for name, value in vars(module).items():
+        # such as the kind of attention of a layer, by which the model around it chooses the mask
+        if isinstance(value, (str, bool, int, float)) and not name.startswith("_") and not hasattr(made, name):
+            setattr(made, name, value)
     config = module.__dict__.get("config")
     if config is not None and not hasattr(made, "config"):
         made.config = config

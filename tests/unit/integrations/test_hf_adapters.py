@@ -188,18 +188,21 @@ def test_layers_that_rotate_get_positions() -> None:
     assert adapter_of("GPT2Block").forward_hook(hidden, position_ids=positions)[1] == {}
 
 
-def test_position_bias_of_t5_travels_as_mask() -> None:
+def test_position_bias_of_t5_takes_the_place_of_the_mask() -> None:
     hidden, mask, bias = torch.randn(BATCH, LENGTH, 4), torch.zeros(BATCH, 1, 1, LENGTH), torch.randn(1, 2, 5, 5)
     hook = adapter_of("T5Block").forward_hook
-    (inputs,), _ = hook(hidden, mask)
+    (inputs,), kwargs = hook(hidden, mask)
     assert torch.equal(inputs[1], mask)
-    (inputs,), _ = hook(hidden, mask, bias)
-    assert torch.equal(inputs[1], bias)
+    assert kwargs == {}
+    (inputs,), kwargs = hook(hidden, mask, bias)
+    assert inputs[1] is None
+    assert kwargs["position_bias"] is bias
     states, cross = torch.randn(BATCH, 3, 4), torch.zeros(BATCH, 1, 1, 3)
-    (inputs,), _ = hook(hidden, mask, bias, states, cross, None)
+    (inputs,), kwargs = hook(hidden, mask, bias, states, cross, None)
     assert inputs[1] is states
-    assert torch.equal(inputs[2], bias)
+    assert inputs[2] is None
     assert torch.equal(inputs[3], cross)
+    assert kwargs["position_bias"] is bias
     after = adapter_of("T5Block").return_hook()
     assert after((hidden, bias)) == (hidden, bias, None)
     assert after((hidden, states, bias, cross)) == (hidden, bias, None)

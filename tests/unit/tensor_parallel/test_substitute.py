@@ -267,6 +267,18 @@ def test_hooks_must_return_pairs(wrong: Any) -> None:
 # -- weights ----------------------------------------------------------------------------------------------------
 
 
+def test_plain_values_that_the_model_around_reads_stay() -> None:
+    register()
+    net = Net()
+    net.head.attention_type, net.head.power, net.head._private, net.head.many = "local", 3, 1, [1]
+    smp.set_tensor_parallelism(net)
+    substitute(net)
+    assert net.head.attention_type == "local"
+    assert net.head.power == 1  # its own
+    assert not hasattr(net.head, "_private")
+    assert not hasattr(net.head, "many")
+
+
 def test_weights_flags_dtype_and_hooks_are_carried_over() -> None:
     register()
     net = Net().double()

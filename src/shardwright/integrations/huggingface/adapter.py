@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.integrations.huggingface import hooks
 from shardwright.integrations.huggingface.renaming import Renaming
 from shardwright.integrations.huggingface.settings import NotDistributableError, refuse_outputs
+from shardwright.tensor_parallel import construction
 
 Kind = Literal["lm_head", "model", "encoder", "layer"]
 Hooks = tuple[Callable[..., Any], Callable[..., Any], Callable[[Any], Any]]
@@ -91,17 +92,23 @@ class Adapter:
         return arguments
 
     def config(self, module: nn.Module) -> Any:
-        """The configuration that a module was built from."""
+        """The configuration that a module was built from: what it holds, else what its constructor got."""
         for path in self.config_at:
             try:
                 return _follow(module, path)
             except AttributeError:
                 continue
-        raise NotDistributableError(f"{self.original} does not carry its configuration")
+        made = construction.construction_of(module)
+        if made is None:
+            raise NotDistributableError(f"the configuration of this {self.original} is not known")
+        return self._constructed(*made.args, **made.kwargs)["config"]
+
+    def _constructed(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return hooks.signature(self.original_class().__init__).bind(None, *args, **kwargs).arguments
 
     def init_hook(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The original's constructor arguments to those of the distributed class; None if it can't be served."""
-        bound = hooks.signature(self.original_class().__init__).bind(None, *args, **kwargs).arguments
+        bound = self._constructed(*args, **kwargs)
         index = next((bound[name] for name in ("layer_idx", "layer_id") if name in bound), None)
         if bound.get("add_pooling_layer"):
             return None

@@ -1,6 +1,7 @@
 """Calls in the manner of transformers, turned into calls of distributed modules, and their results back.
 
-What a distributed module can't serve is refused by the name of the argument; None, False and 0 ask for nothing.
+What a distributed module can't serve is refused by the name of the argument; None, False, 0 and lists of None ask for
+nothing.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ def refuse(named: Mapping[str, Any], *, accepted: frozenset[str] = frozenset(), 
 
 
 def _asks_nothing(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(item is None for item in value)
     return value is None or (isinstance(value, (bool, int)) and not value)
 
 

@@ -58,11 +58,13 @@ def layer_settings(config: Any, index: int | None) -> dict[str, Any]:
         "intermediate_size": config.d_ff,
         "attention_dropout_prob": config.dropout_rate,
         "hidden_dropout_prob": config.dropout_rate,
+        "intermediate_dropout_prob": config.dropout_rate,
         "activation": activation(config.dense_act_fn),
         "layernorm_epsilon": config.layer_norm_epsilon,
         "initializer_range": 0.02 * config.initializer_factor,
         "use_normal_initialization": True,
-        "causal_mask_size": config.n_positions if config.is_decoder and hasattr(config, "n_positions") else None,
+        # There is no longest sequence; any size makes the layer causal.
+        "causal_mask_size": config.relative_attention_max_distance if config.is_decoder else None,
         "add_cross_attention": bool(config.is_decoder),
         "pre_layernorm": True,
         "post_layernorm": False,
@@ -87,8 +89,9 @@ class BlockAdapter(Adapter):
         bias = named.pop("position_bias", None)
         named.pop("encoder_decoder_position_bias", None)  # always zero
         if bias is not None:
-            named["attention_mask"] = bias
-        return hooks.stack_call(self.original_class().forward, (), named)
+            named["attention_mask"] = None
+        inputs, known = hooks.stack_call(self.original_class().forward, (), named)
+        return inputs, known if bias is None else {**known, "position_bias": bias}
 
     def return_hook(self, module: Any = None) -> Any:
         """The function that turns a distributed layer's result into a block's."""

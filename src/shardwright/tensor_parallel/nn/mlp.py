@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwright.errors import ConfigError
 from shardwright.tensor_parallel import batch, randomness
 from shardwright.tensor_parallel.module import DistributedModule, keeps_hidden_sliced
-from shardwright.tensor_parallel.nn.functional import column_linear, row_linear_of
+from shardwright.tensor_parallel.nn.functional import column_linear, row_linear, row_linear_of
 from shardwright.tensor_parallel.nn.linear import SlicedLinear
 from shardwright.tensor_parallel.nn.norm import apply_norm, make_norm
 from shardwright.tensor_parallel.nn.options import Norm
@@ -70,6 +70,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         *,
         gated: bool = False,
         mlp_bias: bool = True,
+        intermediate_dropout_prob: float = 0.0,
         norm: Norm = "layernorm",
         fused_bias_gelu: bool = False,
         fused_dropout: bool = False,
@@ -81,6 +82,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         batch.check_hidden(hidden_size)
         self.sliced = keeps_hidden_sliced()
         self.hidden_dropout_prob = hidden_dropout_prob
+        self.intermediate_dropout_prob = intermediate_dropout_prob
         self.activation = activation
         self._activate = find_activation(activation)
         self.fp32_residual_addition = fp32_residual_addition
@@ -132,7 +134,12 @@ class DistributedTransformerOutputLayer(DistributedModule):
             sliced=self.sliced,
             source=source,
         )
-        hidden = row_linear_of(self._combine, wide, self.dense2.weight, self.dense2.bias, sliced=self.sliced)
+        weight, bias = self.dense2.weight, self.dense2.bias
+        if self.training and self.intermediate_dropout_prob:
+            dropped = randomness.dropout(self._combine(*wide), self.intermediate_dropout_prob, True, split=True)
+            hidden = row_linear(dropped, weight, bias, leave="hidden" if self.sliced else "whole")
+        else:
+            hidden = row_linear_of(self._combine, wide, weight, bias, sliced=self.sliced)
         hidden = randomness.dropout(hidden, self.hidden_dropout_prob, self.training, split=self.sliced)
         if self.residual:
             hidden = add_residual(hidden, residual, self.fp32_residual_addition)

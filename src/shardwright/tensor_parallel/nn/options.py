@@ -56,10 +56,12 @@ class _OutputOnly(TypedDict, total=False):
     """Options of the output layer alone.
 
     gated: activation(dense1_gate(x)) * dense1(x).   mlp_bias: biases of its linear layers.
+    intermediate_dropout_prob: dropout on what dense2 gets (T5).
     """
 
     gated: bool
     mlp_bias: bool
+    intermediate_dropout_prob: float
 
 
 class _Mixture(TypedDict, total=False):

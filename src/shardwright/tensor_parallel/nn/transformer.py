@@ -119,10 +119,16 @@ class DistributedTransformerLayer(DistributedModule):
             self.output = DistributedMixtureOutputLayer(**common, **mixture)
 
     def forward(
-        self, inputs: Tensor | tuple[Any, ...], position_ids: Tensor | None = None
+        self,
+        inputs: Tensor | tuple[Any, ...],
+        position_ids: Tensor | None = None,
+        position_bias: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Returns: what came in, with new hidden states (and with a relative bias, the mask with it).
 
+        position_bias: in place of the mask, the one that a layer with a relative bias returned: for the scaled
+            batch and this rank's heads. For layers that aren't nested, whose own mask would be exchanged. It is
+            returned as the mask again.
         Called by: every rank of the tp group. Collectives: those of its children.
         """
         hidden, states, mask, cross_mask = unpack(inputs, self.cross_attention is not None)
@@ -131,6 +137,9 @@ class DistributedTransformerLayer(DistributedModule):
             hidden, mask, cross_mask, position_ids = self.enter(hidden, mask, cross_mask, position_ids)
             if states is not None:
                 (states,) = self.enter(states)
+        if position_bias is not None:
+            mask = position_bias
+            given = (states, mask, cross_mask)
         attended = self.attention((hidden, mask), position_ids)
         if self.parallel_residual is not None:
             attended, normed = attended if isinstance(attended, tuple) else (attended, hidden)

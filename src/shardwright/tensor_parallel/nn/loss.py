@@ -57,10 +57,10 @@ class _TokenLosses(torch.autograd.Function):
         own = (local >= 0) & (local < scores.shape[1])
         local = local.masked_fill(~own, 0).unsqueeze(1)
         target = scores.gather(1, local).squeeze(1).masked_fill_(~own, 0.0)
-        highest, place = scores.max(1, keepdim=True)
+        highest = scores.amax(1)
         # on the CPU softmax works row by row and may write where it reads
         shares = torch.softmax(scores, 1, out=scores if reuse and scores.is_cpu else None)
-        log_sum = (highest - shares.gather(1, place).log()).squeeze(1)
+        log_sum = highest - shares.amax(1).log_()  # the share of the highest is exp(highest - log_sum)
         log_sums, targets = comm.gathered(torch.stack((log_sum, target))).unbind(1)  # [tp, N] each
         total = torch.logsumexp(log_sums, 0)
         ctx.save_for_backward(shares, local, own, (log_sum - total).exp_())

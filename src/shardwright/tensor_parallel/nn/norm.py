@@ -107,11 +107,15 @@ class _LayerNormSliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).float()
-        own = torch.stack(torch.var_mean(flat, -1, correction=0))  # [2, N]
-        variances, means = comm.gathered(own).unbind(1)  # [tp, N]
-        between, mean = torch.var_mean(means, 0, correction=0)
-        inverse = (variances.mean(0) + between).add_(eps).rsqrt_().unsqueeze(1)
-        normal = torch.addcmul(-mean.unsqueeze(1) * inverse, flat, inverse)
+        size = flat.shape[1] * comm.size()
+        mean = flat.mean(-1)
+        centred = flat - mean.unsqueeze(1)
+        own = torch.stack((mean, torch.linalg.vecdot(centred, centred)))  # [2, N]
+        means, squares = comm.gathered(own).unbind(1)  # [tp, N] each
+        between, total_mean = torch.var_mean(means, 0, correction=0)
+        variance = squares.sum(0).div_(size).add_(between)
+        inverse = variance.add_(eps).rsqrt_().unsqueeze(1)
+        normal = centred.add_((mean - total_mean).unsqueeze(1)).mul_(inverse)
         ctx.save_for_backward(normal.to(x.dtype), inverse, weight)
         ctx.bias_dtype = bias.dtype
         return torch.addcmul(bias.float(), normal, weight.float()).to(x.dtype).view(x.shape)
@@ -131,8 +135,7 @@ class _LayerNormSliced(torch.autograd.Function):
         of_normal = torch.mul(flat, scale, out=product)
         pending.wait()
         first, second = sums.div_(normal.shape[1] * comm.size()).unsqueeze(2).unbind(0)
-        of_normal.addcmul_(normal, second, value=-1)
-        of_x = torch.addcmul(-first * inverse, of_normal, inverse)
+        of_x = of_normal.sub_(normal * second).sub_(first).mul_(inverse)  # products with [N, 1]: fast on a CPU
         return of_x.to(grad.dtype).view(grad.shape), of_weight, of_bias, None
 
 
@@ -154,5 +157,5 @@ class _RMSSliced(torch.autograd.Function):
         normal = normal.float()
         flat = grad.reshape(normal.shape).float()
         mean = comm.reduced(torch.linalg.vecdot(flat, normal)).div_(ctx.size).unsqueeze(1)
-        of_x = torch.addcmul(flat, normal, mean, value=-1).mul_(inverse)
+        of_x = (flat - normal * mean).mul_(inverse)
         return of_x.to(grad.dtype).view(grad.shape), None, None

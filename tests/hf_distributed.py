@@ -140,6 +140,7 @@ def batch_of(case: str, seed: int = 0, size: int = 3) -> dict[str, Tensor]:
     for row in range(size):
         mask[row, length - (row + seed) % 3 :] = 0
     ids = ids.masked_fill(mask == 0, 1)
+    ids[0, 2] = 1  # the padding id where it counts
     batch = {"input_ids": ids, "attention_mask": mask}
     if case.endswith("_bare"):
         return batch

@@ -120,6 +120,8 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "gptneox_bare": ("GPTNeoXModel", _gptneox, {}),
     "llama": ("LlamaForCausalLM", _llama_like("Llama"), {}),
     "llama_tied": ("LlamaForCausalLM", _llama_like("Llama"), {"tie_word_embeddings": True, "attention_bias": True}),
+    "gpt2_classifier": ("GPT2ForSequenceClassification", _gpt2, {"num_labels": 3}),
+    "llama_classifier": ("LlamaForSequenceClassification", _llama_like("Llama"), {"num_labels": 3}),
     "llama_bare": ("LlamaModel", _llama_like("Llama"), {}),
     "mistral": ("MistralForCausalLM", _llama_like("Mistral", sliding_window=3), {}),
     "mistral_bare": ("MistralModel", _llama_like("Mistral", sliding_window=3), {}),

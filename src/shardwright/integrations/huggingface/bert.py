@@ -144,4 +144,5 @@ MODEL_ADAPTER = BareAdapter(
     model_settings,
     lambda _: MODEL_TABLE,
     output="BaseModelOutputWithPoolingAndCrossAttentions",
+    token_types=True,
 )

@@ -38,9 +38,10 @@ lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining
+bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining and DTensor
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/unit_overhead.py
+	$(BIN)/python benchmarks/tensor.py
 
 readme: $(STAMP) ## Run the README's own commands in a fresh folder
 	$(BIN)/python tests/readme_commands.py README.md

@@ -39,10 +39,10 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(d, d) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, seq, d = x.shape
+        batch, seq, _ = x.shape
         q, k, v = (w(x).view(batch, seq, -1, self.head_size).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(y.transpose(1, 2).reshape(batch, seq, d))
+        return self.wo(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class Mlp(nn.Module):

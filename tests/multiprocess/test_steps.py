@@ -314,9 +314,10 @@ def real_turns(schedule: str) -> Any:
         step = step_probe.make_step()
         for seed in range(4):
             step(model, step_probe.batch(seed))
-        (tables,) = steps._driver.pipeline._tables.values()  # type: ignore[union-attr]
-        (table,) = tables.values()
-        return [tuple(e.turns) for e in made], table.turns
+        (kinds,) = steps._driver.pipeline._known.values()  # type: ignore[union-attr]
+        (known,) = kinds.values()
+        assert known.table is not None
+        return [tuple(e.turns) for e in made], known.table.turns
     finally:
         pipeline_step.Executor = Executor  # type: ignore[misc]
 

@@ -1,14 +1,15 @@
 """Run a model's forward and leave everything as it was.
 
-Restored: random state, every attribute of every module (parameters, buffers, hooks, flags, and the entries of
-lists, dicts and sets kept as attributes), values written into parameters and buffers, `.grad` and
-`requires_grad`.
+Restored: random state, every attribute of every module (parameters, buffers, hooks, flags), the entries of lists, dicts
+and sets and the attributes of other objects within reach of them, values written into parameters and buffers, `.grad`
+and `requires_grad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,21 +29,26 @@ _GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
 def untouched(module: nn.Module, *, keep_values: bool) -> Iterator[None]:
     """Everything the body does to `module` and to random state is undone, however the body ends.
 
-    keep_values: also put back what is written in place (not needed where the body works on stand-ins).
+    keep_values: also put back what is written in place to parameters and buffers (not needed where the body works on
+    stand-ins of them).
     Called by: one rank, before its first step. Collectives: none.
     """
     random_state = rng.capture()
     everywhere = [(hooks, hooks.copy()) for hooks in _GLOBAL_HOOKS]
-    attributes = [(found, _remember(vars(found))) for found in module.modules()]
+    attributes = [(found, vars(found).copy()) for found in module.modules()]
+    things, loose = _within_reach([value for _, remembered in attributes for value in remembered.values()])
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
-    values = [(tensor, tensor.detach().clone()) for tensor in _written(module)] if keep_values else []
+    written = [*loose, *_written(module)] if keep_values else loose
+    values = [(tensor, tensor.detach().clone()) for tensor in written]
     try:
         yield
     finally:
         for hooks, before in everywhere:
             hooks.update(before)
+        for thing, before in things:
+            _put_back(thing, before)
         for found, remembered in attributes:
-            _restore(vars(found), remembered)
+            _put_back(vars(found), remembered)
         with torch.no_grad():
             for tensor, value in values:
                 if not torch.equal(tensor, value):
@@ -102,24 +108,51 @@ def _written(module: nn.Module) -> list[Tensor]:
     return [*module.buffers(), *(weight for weight in renormalised if isinstance(weight, Tensor))]
 
 
-def _remember(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (value, _entries(value)) for name, value in attributes.items()}
+_DEPTH = 4
+_NOT_LOOKED_INTO = (Tensor, nn.Module, type, str, bytes, int, float, ModuleType, FunctionType, MethodType)
 
 
-def _entries(value: Any) -> Any:
-    """A shallow copy of a plain collection, else None."""
-    if isinstance(value, list | set | dict) and type(value).__module__ in ("builtins", "collections"):
-        return value.copy()
-    return None
+def _within_reach(values: Iterable[Any]) -> tuple[list[tuple[Any, Any]], list[Tensor]]:
+    """Plain collections and attributes of other objects, with a shallow copy of each; and tensors among them."""
+    found: list[tuple[Any, Any]] = []
+    tensors: list[Tensor] = []
+    met: set[int] = set()
+
+    def visit(value: Any, depth: int) -> None:
+        if type(value) is Tensor:
+            tensors.append(value)
+        if depth == 0 or value is None or isinstance(value, _NOT_LOOKED_INTO) or id(value) in met:
+            return
+        met.add(id(value))
+        inside: Iterable[Any] = ()
+        if isinstance(value, list | set | dict) and type(value).__module__ in ("builtins", "collections"):
+            found.append((value, value.copy()))
+            inside = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            inside = value
+        else:
+            attributes = getattr(value, "__dict__", None)
+            if type(attributes) is dict:
+                found.append((attributes, attributes.copy()))
+                inside = attributes.values()
+        for part in inside:
+            visit(part, depth - 1)
+
+    for value in values:
+        visit(value, _DEPTH)
+    return found, tensors
 
 
-def _restore(attributes: dict[str, Any], remembered: dict[str, tuple[Any, Any]]) -> None:
-    attributes.clear()
-    for name, (value, entries) in remembered.items():
-        if entries is not None:
-            value.clear()
-            if isinstance(value, list):
-                value.extend(entries)
-            else:
-                value.update(entries)
-        attributes[name] = value
+def _put_back(thing: Any, before: Any) -> None:
+    """Give a collection the entries it had. One that has not changed is left alone."""
+    if isinstance(thing, dict):
+        same = [*thing] == [*before] and all(thing[key] is before[key] for key in before)
+    else:
+        same = len(thing) == len(before) and all(a is b for a, b in zip(thing, before, strict=True))
+    if same:
+        return
+    thing.clear()
+    if isinstance(thing, list):
+        thing.extend(before)
+    else:
+        thing.update(before)

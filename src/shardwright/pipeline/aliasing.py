@@ -70,6 +70,14 @@ def resolve(frame: Frame, placed: PlacedTensor) -> Value:
     return value if value.frame is frame else frame.adopt_foreign(now)
 
 
+def detach_foreign(frame: Frame, placed: PlacedTensor) -> PlacedTensor:
+    """What `detach` makes of a tensor that another microbatch has left."""
+    now = resolve_foreign(frame, placed)
+    if now._value.frame is frame:
+        return PlacedTensor.of(frame.detached(now._value))
+    return PlacedTensor.of(frame.adopt_foreign(now, detach=True))
+
+
 def link_view(view: PlacedTensor, base: PlacedTensor, step: Callable[[Any], Any], key: Any, tracked: bool) -> None:
     """Record that `view` is `step(base)`."""
     root, make = (base, _NOTHING) if base._parent is None else (base._parent, base._make)

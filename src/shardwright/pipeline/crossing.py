@@ -18,8 +18,9 @@ import torch.utils.checkpoint
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.log import get_logger, once
 from shardwright.pipeline import aliasing, derive
+from shardwright.pipeline.contents import changed, contents_of
 from shardwright.pipeline.glue import choose_rank
-from shardwright.pipeline.kept import Numbered, Place, changed, contents_of
+from shardwright.pipeline.kept import Numbered, Place
 from shardwright.pipeline.operands import lifted
 from shardwright.pipeline.placed import PlacedTensor, Value
 from shardwright.pipeline.runtime import ambient
@@ -51,6 +52,10 @@ class Crossing:
             collector = read()
             if collector is not None:
                 describe(collector)
+        first_kept = len(walker.tensors)
+        for tensor in unit.kept.operands(frame) if unit.kept.places else ():
+            describe(tensor)
+        self.kept = range(first_kept, len(walker.tensors))
         self.frame = frame
         self.unit = unit
         self.keywords = tuple(kwargs)
@@ -80,6 +85,8 @@ class Crossing:
     def run(self, native: Callable[..., Any]) -> Any:
         """Run the call on its owner; elsewhere find or hear what comes out. Returns its result, on every rank."""
         frame, unit = self.frame, self.unit
+        if unit.name in frame.runtime.readers:
+            frame.stay_in_line()
         key = self._key()
         known, once = unit.cache.known(key, frame) if not unit.dynamic else (None, False)
         if known is not None and known.unused:
@@ -103,6 +110,10 @@ class Crossing:
             outcome = known
         else:
             self._leave_out(outcome.unused)
+            if outcome.reads:
+                in_objects = any(node[0] != "tensor" for node in outcome.root[2][1:])
+                readers = frame.runtime.new_readers
+                readers[unit.name] = readers.get(unit.name, False) or in_objects
             if not unit.dynamic:
                 unit.cache.told(key, frame, outcome)
         return self._settle(outcome, leaves)
@@ -144,6 +155,7 @@ class Crossing:
         versions: dict[int, int] = {}
         before: tuple[Any, ...] = ()
         wires = Tripwires(self._only_in_objects()) if cautious else None
+        watch = unit.kept.watch(new=cautious)
 
         def call(leaves: list[torch.Tensor]) -> Any:
             nonlocal before
@@ -155,21 +167,27 @@ class Crossing:
                         versions[number] = tensor._version
                 if wires is not None:
                     wires.set(given)
+            unit.kept.called(frame, unit.name)
             if unit.kept.places:
-                self.seen = unit.kept.restore()
+                self.seen = unit.kept.restore({id(self.originals[n]): given[n] for n in self.kept})
             parts = self._rebuild(given)
             if cautious:
                 before = self._look()
             num_args = len(parts) - len(self.keywords)
             run = _checkpointed(native) if frame.checkpointing and torch.is_grad_enabled() else native
-            return run(*parts[:num_args], **dict(zip(self.keywords, parts[num_args:], strict=True)))
+            keywords = dict(zip(self.keywords, parts[num_args:], strict=True))
+            if watch is None:
+                return run(*parts[:num_args], **keywords)
+            with watch:
+                return run(*parts[:num_args], **keywords)
 
         self.result, leaves = frame.run_here(call, self.values, rng.forked)
         if unit.buffers:
             unit.runtime.refresh_buffers(unit.buffers)
         with torch._C.DisableTorchFunction():
-            places = known.kept if known is not None else self._changes(before)
-            outcome = self._describe(given, versions, leaves, wires, places, known)
+            places, unseen = (known.kept, unit.kept.unseen) if known is not None else self._changes(before)
+            reads = unit.kept.reads(frame, unit.name, watch, unseen.union(places))
+            outcome = self._describe(given, versions, leaves, wires, places, known, reads)
         return outcome, leaves
 
     def _look(self) -> tuple[Any, ...]:
@@ -178,7 +196,7 @@ class Crossing:
         with torch._C.DisableTorchFunction():
             return self.unit.kept.look(), [(v, contents_of(v)) for v in own]
 
-    def _changes(self, before: tuple[Any, ...]) -> tuple[Place, ...]:
+    def _changes(self, before: tuple[Any, ...]) -> tuple[tuple[Place, ...], set[Place]]:
         in_modules, own = before
         for thing, old in own:
             if changed(old, contents_of(thing)):
@@ -216,6 +234,7 @@ class Crossing:
         wires: Tripwires | None,
         places: tuple[Place, ...],
         known: UnitOutcome | None,
+        reads: bool,
     ) -> UnitOutcome:
         """The outcome of the run that returned `self.result`."""
         before = self.walker
@@ -252,7 +271,7 @@ class Crossing:
         )  # fmt: skip
         return UnitOutcome(
             root, places, tuple(made.contents), num_cells, altered, tuple(specs), tuple(views), depends, tuple(mutated),
-            unused, self._told_opaques(), volatile or tells_data(root, self.contents, tuple(made.contents)),
+            unused, self._told_opaques(), volatile or tells_data(root, self.contents, tuple(made.contents)), reads,
         )  # fmt: skip
 
     def _check_layout(self, tensor: torch.Tensor) -> None:

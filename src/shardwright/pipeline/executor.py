@@ -124,6 +124,24 @@ class Executor:
             if not self._order.may_pass(frame.index):
                 frame.strayed = True  # one before it has left the program
 
+    def stay_in_line(self, frame: Frame) -> None:
+        """Set the microbatch aside until those before it that have left the program so far are as far.
+
+        Such ones wait for the end of the table on all ranks, and none is overtaken before it leaves the program. So all
+        ranks find the same here, and for all of them this one leaves the program here, too.
+        """
+        at = len(frame.program)
+        while any(
+            f.index < frame.index
+            and f.strayed_at is not None
+            and f.strayed_at <= at
+            and not self._order.is_as_far(f.index, frame.index)
+            for f in self.frames
+        ):
+            frame.strayed = True
+            frame.strayed_at = at if frame.strayed_at is None else frame.strayed_at
+            self.wait_turn(frame)
+
     def forward_done(self, frame: Frame) -> None:
         """With "simple": wait until every microbatch of this rank is done with forward."""
         self._order.at_gate(frame.index)

@@ -41,6 +41,9 @@ class Turns(Protocol):
     def in_order(self, frame: Frame) -> None:
         """Set this microbatch aside until those before it are as far."""
 
+    def stay_in_line(self, frame: Frame) -> None:
+        """Set this microbatch aside until those before it that have left the expected program are as far."""
+
     def forward_done(self, frame: Frame) -> None:
         """Called once, before the first backward; returns when backward may begin."""
 
@@ -59,11 +62,13 @@ class Frame:
     turns: gives the baton away before a wait, and takes it back.
     seed: base of the random streams of this step, equal on the pipeline group.
     gradient_scale: what the loss is multiplied with (1 / num_microbatches to average over them).
+    is_steady: others of the step come before it, or it is the only one.
     expected: the program for which the rank's turns were planned, if they were.
     converted: ordinary tensors that glue turned into placed ones (see `aliasing.convert`).
     program: what this microbatch made the ranks do, for the schedule.
     calls: the same in words, for agreement.
-    in_backward: it has called backward.   strayed: it left the expected program.   finished: it came to its end.
+    in_backward: it has called backward.   strayed: it left the expected program, with event number `strayed_at`, or
+        because others did (None).   finished: it came to its end.
     told: outcomes of units that were announced in this microbatch, see `spec_cache`.
     """
 
@@ -76,6 +81,7 @@ class Frame:
         seed: int,
         gradient_scale: float = 1.0,
         expected: Sequence[Event] | None = None,
+        is_steady: bool = True,
     ) -> None:
         self.runtime = runtime
         self.index = index
@@ -92,7 +98,9 @@ class Frame:
         self.step = runtime.num_steps
         self.told: dict[Any, Any] = {}
         self.strayed = False
+        self.strayed_at: int | None = None
         self.finished = False
+        self.is_steady = is_steady
         self._expected = expected
         self.in_backward = False
         self._turns = turns
@@ -106,10 +114,12 @@ class Frame:
 
     def note(self, event: Event) -> None:
         """Enter an event into the program; called before what it stands for."""
-        stray = not self.strayed and strays(event, len(self.program), self._expected)
+        at = len(self.program)
+        stray = not self.strayed and strays(event, at, self._expected)
         self.program.append(event)
         if stray:
             self.strayed = True
+            self.strayed_at = at
             with context.own_view():
                 self._turns.wait_turn(self)
 
@@ -209,6 +219,16 @@ class Frame:
             self._turns.in_order(self)
         self.uses.note(self, thing)
 
+    def stay_in_line(self) -> None:
+        """Before a call that must not come before those of earlier microbatches."""
+        with context.own_view():
+            self._turns.stay_in_line(self)
+
+    def begin_in_order(self) -> None:
+        """Let the microbatches before this one come through forward before it does anything."""
+        self.in_order(self.runtime.overlay)
+        self.runtime.overlay.begin(self.index)
+
     def new_leaf(self, value: Value) -> PlacedTensor:
         """The same value, requiring grad from here on (its gradient goes no further)."""
         spec = Spec(value.spec.shape, value.spec.stride, value.spec.dtype, True)
@@ -224,16 +244,17 @@ class Frame:
         cut.copies = set(value.copies)
         return PlacedTensor.of(cut)
 
-    def adopt_foreign(self, placed: PlacedTensor) -> Value:
+    def adopt_foreign(self, placed: PlacedTensor, *, detach: bool = False) -> Value:
         """A value of another microbatch that Python kept: usable as a constant."""
         old = placed._value
-        if old.spec.requires_grad:
+        if old.spec.requires_grad and torch.is_grad_enabled() and not detach:
             raise UnsupportedOperationError(
                 f"a tensor of microbatch {old.frame.index} that requires grad is used in microbatch {self.index}",
                 where=self.where("glue"),
                 remedy="detach() what is kept from one microbatch to the next",
             )
-        value = self.new_value(old.spec, old.holder, old.tensor)
+        spec = Spec(old.spec.shape, old.spec.stride, old.spec.dtype, False)
+        value = self.new_value(spec, old.holder, old.tensor)
         value.copies, value.born = set(old.born), old.born
         return value
 

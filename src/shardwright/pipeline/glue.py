@@ -104,6 +104,8 @@ def run(frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return iter(run(frame, torch.Tensor.unbind, (args[0],), {}))
     elif name == "data.get":
         func, name, args = torch.Tensor.detach, "detach", args[:1]
+    if name == "detach" and args[0]._value.frame is not frame and args[0]._parent is None:
+        return aliasing.detach_foreign(frame, args[0])
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": frame.device}
     return call(frame, func, name, args, kwargs)

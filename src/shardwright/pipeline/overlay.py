@@ -15,19 +15,22 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.errors import UnsupportedOperationError
+
 _ABSENT = object()
 
 
 class _Slot:
-    """One attribute: its value before the step, and what microbatches assigned."""
+    """One attribute: its value before the step, what microbatches assigned, and the latest that a unit used it for."""
 
-    __slots__ = ("before", "by_microbatch", "key", "module")
+    __slots__ = ("before", "by_microbatch", "key", "module", "taken")
 
     def __init__(self, module: nn.Module, key: str) -> None:
         self.module = module
         self.key = key
         self.before = module.__dict__.get(key, _ABSENT)
         self.by_microbatch: dict[int, Any] = {}
+        self.taken = -1
 
     def seen_by(self, microbatch: int) -> Any:
         for i in sorted(self.by_microbatch, reverse=True):
@@ -66,6 +69,12 @@ class Overlay:
             if module.__dict__.get(key, _ABSENT) is value:
                 return
             slot = _Slot(module, key)
+        if microbatch < slot.taken:
+            raise UnsupportedOperationError(
+                f"microbatch {microbatch} assigns '{key}' of {type(module).__name__}, which microbatch {slot.taken} has"
+                " used already, in another order than one process would",
+                remedy="assign it where a microbatch begins, not after model.backward()",
+            )
         setter(module, key, value)
         if module.__dict__.get(key, _ABSENT) is value:  # not a parameter, buffer, module or property
             self._slots[(id(module), key)] = slot
@@ -78,9 +87,21 @@ class Overlay:
                 return slot.seen_by(microbatch)
         return value
 
+    def take(self, microbatch: int, module: nn.Module, key: str) -> None:
+        """A unit uses the attribute for a microbatch: those before it may not assign it any more."""
+        slot = self._slots.get((id(module), key))
+        if slot is not None:
+            slot.taken = max(slot.taken, microbatch)
+
     def track(self, module: nn.Module, key: str) -> None:
         """Let every microbatch of the step have this attribute for itself, whether it is assigned or not."""
         self._slots.setdefault((id(module), key), _Slot(module, key))
+
+    def begin(self, microbatch: int) -> None:
+        """This microbatch has done nothing so far, and those before it have come further since it was shown first."""
+        for slot in self._slots.values():
+            slot.by_microbatch.pop(microbatch, None)
+        self.show(microbatch)
 
     def show(self, microbatch: int) -> None:
         """This microbatch runs now: let modules have the attributes that it should see."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -48,7 +49,7 @@ class PipelineSteps:
         self.runtime = runtime
         self._kind: Kind = kind
         self._gradient_scale = gradient_scale
-        self._tables: WeakKeyDictionary[Callable[..., Any], dict[Any, Timetable]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Callable[..., Any], dict[Any, _Known]] = WeakKeyDictionary()
 
     def run(
         self,
@@ -64,9 +65,9 @@ class PipelineSteps:
         runtime = self.runtime
         microbatches, seed = self._inputs(function, signature, split, args, kwargs)
         count = len(microbatches)
-        tables = self._tables.setdefault(function, {})
         key = (count, torch.is_grad_enabled(), _flavour(microbatches[0]))
-        table = tables.get(key)
+        known = self._known.setdefault(function, {}).setdefault(key, _Known())
+        table = known.table
         runtime.num_steps += 1
 
         def make_frame(index: int, executor: Executor) -> Frame:
@@ -77,10 +78,13 @@ class PipelineSteps:
                 seed=seed,
                 gradient_scale=self._gradient_scale(count),
                 expected=None if table is None else table.program,
+                is_steady=index > 0 or count == 1,
             )
 
         def body(frame: Frame) -> _Published:
             microbatch = microbatches[frame.index]
+            if known.in_order:
+                frame.begin_in_order()
             enter_frame(frame)
             try:
                 with GlueMode(), context.script_view():
@@ -94,7 +98,7 @@ class PipelineSteps:
             finally:
                 enter_frame(None)
 
-        executor = Executor(body, make_frame, self._order(count, table), count, gated=self._kind == "simple")
+        executor = Executor(body, make_frame, self._order(count, known), count, gated=self._kind == "simple")
         try:
             with installed():
                 published = executor.run()
@@ -108,7 +112,7 @@ class PipelineSteps:
             self._fail(error, executor)
             raise
         runtime.learn()
-        self._learn(tables, key, executor.frames)
+        self._learn(known, executor.frames)
         for frame in executor.frames:
             frame.release()
         sizes = [m.num_samples for m in microbatches]
@@ -125,21 +129,26 @@ class PipelineSteps:
             return send_inputs(self.runtime, signature, split, args, kwargs, seed, name)
         return receive_inputs(self.runtime, signature, split, args, kwargs, name)
 
-    def _order(self, count: int, table: Timetable | None) -> Order:
+    def _order(self, count: int, known: _Known) -> Order:
         rank, gated = self.runtime.rank, self._kind == "simple"
-        if table is not None:
-            return Order(count, turns=table.turns[rank], gated=gated)
+        if known.table is not None:
+            return Order(count, turns=known.table.turns[rank], gated=gated)
         active = context.world().config.active_microbatches
-        return Order(count, limit=cautious_limit(self._kind, count, active, rank, self.runtime.size), gated=gated)
+        limit = cautious_limit(self._kind, count, active, rank, self.runtime.size)
+        return Order(count, limit=limit, gated=gated, in_line=known.is_new)
 
-    def _learn(self, tables: dict[Any, Timetable], key: Any, frames: Sequence[Frame]) -> None:
+    def _learn(self, known: _Known, frames: Sequence[Frame]) -> None:
         """Plan the next step of this kind, if its program is the same for all microbatches."""
+        known.is_new = False
         programs = [tuple(e for e in f.program if not e.once) for f in frames]
-        if any(program != programs[0] for program in programs):
-            tables.pop(key, None)
-        elif key not in tables or tables[key].program != programs[0]:
+        differ = any(program != programs[0] for program in programs)
+        if not known.in_order and self._needs_order(frames, differ):
+            known.in_order, known.table = True, None  # the next step's program has one event more
+        elif differ:
+            known.table = None
+        elif known.table is None or known.table.program != programs[0]:
             config = context.world().config
-            tables[key] = make_timetable(
+            known.table = make_timetable(
                 self._kind,
                 programs[0],
                 len(frames),
@@ -147,6 +156,15 @@ class PipelineSteps:
                 self.runtime.size,
                 optimize=config.optimize,
             )
+
+    def _needs_order(self, frames: Sequence[Frame], differ: bool) -> bool:
+        """Could a unit that looks at what it has kept be called out of order? See `kept`; the same on all ranks."""
+        readers = self.runtime.readers
+        for frame in frames if readers else ():
+            calls = [call.label for call in frame.calls if call.label in readers]
+            if len(calls) > (0 if differ else len(set(calls))) or any(readers[name] for name in calls):
+                return True
+        return False
 
     def _settle(self, frames: Sequence[Frame]) -> None:
         """Objects outside the step that glue made placed hold real values again, on the ranks that need
@@ -175,6 +193,15 @@ class PipelineSteps:
         )
         executor.settle(_UNWIND_S)
         agreement.explain(self.runtime, executor.frames, error)
+
+
+@dataclass
+class _Known:
+    """What is known of one kind of step. in_order: each microbatch begins when those before it are through forward."""
+
+    table: Timetable | None = None
+    in_order: bool = False
+    is_new: bool = True
 
 
 def _flavour(microbatch: Microbatch) -> tuple[Any, ...]:

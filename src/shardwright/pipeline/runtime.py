@@ -53,6 +53,8 @@ class Runtime:
     own: by id, the objects among this step's inputs that each rank has itself (see `inputs`).
     overlay: attributes of modules that this step's glue assigned.
     news: outcomes of units that this step told, as (cache, key, outcome); see `spec_cache`.
+    readers: names of units whose calls look at tensors that calls before them have kept (see `kept`), and whether in
+        objects; new_readers: what this step told of that.
     tied: ids of parameters that several modules have.
     gradient_arrived: called when a parameter that several calls of a microbatch use has its gradient of them all.
     """
@@ -70,6 +72,8 @@ class Runtime:
     own: dict[int, Any] = field(default_factory=dict)
     overlay: Overlay = field(default_factory=Overlay)
     news: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    readers: dict[str, bool] = field(default_factory=dict)
+    new_readers: dict[str, bool] = field(default_factory=dict)
     tied: set[int] = field(default_factory=set)
     gradient_arrived: Callable[[torch.nn.Parameter], None] = lambda parameter: None
 
@@ -100,6 +104,8 @@ class Runtime:
             by_cache.setdefault(cache, {})[key] = outcome
         for cache, news in by_cache.items():
             cache.learn(news)
+        for name, in_objects in self.new_readers.items():
+            self.readers[name] = self.readers.get(name, False) or in_objects
         self._end_step()
 
     def forget(self) -> None:
@@ -109,6 +115,7 @@ class Runtime:
 
     def _end_step(self) -> None:
         self.news.clear()
+        self.new_readers.clear()
         self.own = {}
         for unit in self.units:
             if unit.kept.places:

@@ -63,7 +63,7 @@ class Order:
 
     turns: the rank's turns in a timetable; None: cautious.   limit: most microbatches in flight, when
     cautious.
-    gated: "simple".
+    gated: "simple".   in_line: when cautious, none starts before those before it are through forward.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Order:
         turns: Sequence[int] | None = None,
         limit: int | None = None,
         gated: bool = False,
+        in_line: bool = False,
     ) -> None:
+        self._in_line = in_line
         self._total = num_microbatches
         self._turns = deque(turns or ())
         self._limit = num_microbatches if limit is None else limit
@@ -90,16 +92,20 @@ class Order:
             index = self._turns.popleft()
             if index not in self._strayed and index not in self._done:
                 return self._take(index)
-        if self._next_new < self._total and len(self._waiting) < self._limit:
-            return self._take(self._next_new)
+        new = self._next_new
+        if new < self._total and len(self._waiting) < self._limit and not (self._in_line and not self.may_pass(new)):
+            return self._take(new)
         closed = self._gated and len(self._at_gate | self._done) < self._total
         runnable = self._waiting - self._at_gate if closed else self._waiting
         return self._take(min(runnable)) if runnable else None
 
     def may_pass(self, index: int) -> bool:
         """Are all microbatches before this one as far: through forward, or, if it is itself, at their end?"""
-        through = self._done if index in self._at_gate else self._done | self._at_gate
-        return through.issuperset(range(index))
+        return all(self.is_as_far(other, index) for other in range(index))
+
+    def is_as_far(self, other: int, index: int) -> bool:
+        """Is one microbatch as far as another: through forward, or, if that is itself, at its end?"""
+        return other in self._done or (other in self._at_gate and index not in self._at_gate)
 
     def set_aside(self, index: int) -> None:
         self._waiting.add(index)

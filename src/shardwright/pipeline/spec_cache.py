@@ -45,6 +45,7 @@ class UnitOutcome:
     mutated: (argument tensor, new tensor) where the call changed an argument's values in place.
     unused: argument tensors that came along in an object and were not looked at.
     opaques: (number, pickled) of values that have no description but can be told.
+    reads: the call, or one before it, has looked at what is kept; where it keeps nothing, nobody asks.
     volatile: it tells Python values that may depend on data, so every call is announced.
     """
 
@@ -60,6 +61,7 @@ class UnitOutcome:
     unused: frozenset[int]
     opaques: tuple[tuple[int, bytes], ...]
     volatile: bool
+    reads: bool = False
 
     def agrees_with(self, known: UnitOutcome) -> bool:
         """Is it the same to other ranks? Strides may differ: they follow from how the arguments came."""

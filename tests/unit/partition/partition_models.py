@@ -142,6 +142,13 @@ def lm(num_layers: int, **options: Any) -> Case:
     return LM(num_layers, **options), {"tokens": ids(32)}
 
 
+class Box:
+    """An object that keeps tensors."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[Tensor]] = {"seen": []}
+
+
 class Hostile(nn.Module):
     """Touches everything a forward can touch."""
 
@@ -154,6 +161,8 @@ class Hostile(nn.Module):
         self.cache: Any = None
         self.history: list[Any] = []
         self.table: dict[str, Any] = {"a": 1}
+        self.box = Box()
+        self.total = torch.zeros(4)
         self.seen_tracing = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,6 +173,8 @@ class Hostile(nn.Module):
         self.cache = x
         self.history.append(x)
         self.table["b"] = x
+        self.box.parts["seen"].append(x)
+        self.total.add_(1)
         self.lin.train(False)
         self.lin.weight.requires_grad_(False)
         return self.bn(self.lin(x + noise) + self.lookup(torch.arange(4)))

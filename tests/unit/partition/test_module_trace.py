@@ -154,6 +154,8 @@ def test_nothing_is_left_behind(kind: type[nn.Module], how: str) -> None:
     assert model.cache is None
     assert model.history == []
     assert model.table == {"a": 1}
+    assert model.box.parts == {"seen": []}
+    assert torch.equal(model.total, torch.zeros(4))
     assert model.training
     assert model.lin.training
     assert model.lin.weight.requires_grad

@@ -22,7 +22,7 @@ def programs(draw: st.DrawFn, num_ranks: int, *, max_calls: int = 8) -> list[Eve
     owners: list[int] = []
     copies: list[set[int]] = []
     edges: list[tuple[int, int]] = []
-    program: list[Event] = []
+    program: list[Event] = [Event("order")] if draw(st.integers(0, 3)) == 0 else []
     for call in range(draw(st.integers(1, max_calls))):
         owner = draw(ranks)
         for value in draw(st.lists(st.integers(0, call - 1), max_size=2, unique=True)) if call else []:
@@ -66,7 +66,10 @@ def rehearse_table(table: Timetable, kind: Kind, run: Sequence[Sequence[Event]])
     return rehearse(orders, run, gated=gated, expected=table.program)
 
 
-def rehearse_cautiously(kind: Kind, run: Sequence[Sequence[Event]], active: int, num_ranks: int) -> Rehearsal:
+def rehearse_cautiously(
+    kind: Kind, run: Sequence[Sequence[Event]], active: int, num_ranks: int, *, in_line: bool = False
+) -> Rehearsal:
     gated = kind == "simple"
     limits = [cautious_limit(kind, len(run), active, rank, num_ranks) for rank in range(num_ranks)]
-    return rehearse([Order(len(run), limit=limit, gated=gated) for limit in limits], run, gated=gated)
+    orders = [Order(len(run), limit=limit, gated=gated, in_line=in_line) for limit in limits]
+    return rehearse(orders, run, gated=gated)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from shardwright.errors import UnsupportedOperationError
 from shardwright.pipeline.overlay import Overlay
 
 
@@ -115,3 +117,24 @@ def test_the_newest_value_behind_an_old_one() -> None:
     assert step.overlay.newest(1, "old") == "a"
     assert step.overlay.newest(1, "a") == "a"
     assert step.overlay.newest(1, "unknown") == "unknown"
+
+
+def test_what_a_later_microbatch_has_used_is_not_assigned() -> None:
+    step = Steps(x=0)
+    step.assign(0, "a")
+    step.overlay.take(1, step.module, "x")
+    step.assign(1, "b")
+    step.assign(2, "c")
+    with pytest.raises(UnsupportedOperationError, match="microbatch 0 assigns 'x' .* which microbatch 1 has used"):
+        step.assign(0, "d")
+
+
+def test_who_begins_anew_sees_what_was_added_meanwhile() -> None:
+    step = Steps(x=[1])
+    step.overlay.track(step.module, "x")
+    step.seen(0)
+    assert step.seen(1) == [1]
+    step.seen(0).append(2)
+    assert step.seen(1) == [1]
+    step.overlay.begin(1)
+    assert step.module.x == [1, 2]

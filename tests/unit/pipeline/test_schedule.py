@@ -122,15 +122,31 @@ def test_a_deadlock_on_paper_is_seen() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), KINDS, st.integers(1, 5), st.integers(1, 6), st.integers(1, 8))
+@given(st.data(), KINDS, st.integers(1, 5), st.integers(1, 6), st.integers(1, 8), st.booleans())
 def test_the_cautious_order_ends_whatever_each_microbatch_does(
-    data: st.DataObject, kind: Kind, num_ranks: int, num_microbatches: int, active: int
+    data: st.DataObject, kind: Kind, num_ranks: int, num_microbatches: int, active: int, in_line: bool
 ) -> None:
     run = [data.draw(programs(num_ranks)) for _ in range(num_microbatches)]
-    result = rehearse_cautiously(kind, run, active, num_ranks)
+    result = rehearse_cautiously(kind, run, active, num_ranks, in_line=in_line)
     if kind == "interleaved":
         assert max(result.peak_held) <= active
     for rank in range(num_ranks):
         assert result.busy[rank] == pytest.approx(
             sum(e.cost for program in run for e in program if e.kind == "call" and e.rank == rank)
         )
+
+
+def test_in_line_no_microbatch_begins_before_the_forward_of_those_before_it() -> None:
+    order = Order(3, limit=3, in_line=True)
+    assert order.next() == 0
+    order.set_aside(0)
+    assert order.next() == 0
+    order.at_gate(0)
+    order.set_aside(0)
+    assert order.next() == 1
+    order.set_aside(1)
+    assert order.next() == 0
+    order.done(0)
+    assert order.next() == 1
+    order.done(1)
+    assert order.next() == 2

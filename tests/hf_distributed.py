@@ -149,7 +149,7 @@ def batch_of(case: str, seed: int = 0, size: int = 3) -> dict[str, Tensor]:
     batch["labels"] = ids.masked_fill(mask == 0, -100)
     if case.startswith("t5"):
         batch["labels"] = torch.randint(3, hf_models.VOCABULARY, (size, 6), generator=generator)
-    if case == "bert_decoder":
+    if case in ("bert_decoder", "gpt2_cross"):
         batch["encoder_hidden_states"] = torch.randn(size, 5, 32, generator=generator)
         batch["encoder_attention_mask"] = mask[:, :5]
     return batch

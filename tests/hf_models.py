@@ -110,6 +110,7 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _gpt2, {}),
     "gpt2_untied": ("GPT2LMHeadModel", _gpt2, {"tie_word_embeddings": False, "n_inner": 40}),
     "gpt2_scaled": ("GPT2LMHeadModel", _gpt2, {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}),
+    "gpt2_cross": ("GPT2LMHeadModel", _gpt2, {"add_cross_attention": True}),
     "gpt2_bare": ("GPT2Model", _gpt2, {}),
     "gptj": ("GPTJForCausalLM", _gptj, {}),
     "gptj_bare": ("GPTJModel", _gptj, {}),

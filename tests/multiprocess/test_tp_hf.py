@@ -19,6 +19,7 @@ Job = tuple[str, tuple[str, ...]]
 JOBS: list[Job] = [
     ("gpt2", WHOLE),
     ("gpt2_untied", ("layer",)),
+    ("gpt2_cross", WHOLE),
     ("gptj", WHOLE),
     ("gptneo", WHOLE),
     ("gptneox", WHOLE),

@@ -59,12 +59,13 @@ def lm_head_call(
     types, positions, labels = (named.pop(key, None) for key in ("token_type_ids", "position_ids", "labels"))
     if not token_types and "token_type_ids" in signature(forward).parameters:
         refuse({"token_type_ids": types}, of="a distributed model of this family")
+    types = types if token_types else None
     cross_states, cross_mask = named.pop("encoder_hidden_states", None), named.pop("encoder_attention_mask", None)
     refuse(named, accepted=_NEUTRAL - {"num_items_in_batch"}, of="a distributed model")
     if input_ids is None:
         raise UsageError("a distributed model needs 'input_ids'", remedy="pass token ids instead of embeddings")
     if cross_states is None:
-        return ((input_ids, attention_mask, types if token_types else None, positions, labels),), {}
+        return ((input_ids, attention_mask, types, positions, labels),), {}
     cross_mask = inverted(cross_mask, "encoder_attention_mask")
     return ((input_ids, attention_mask, types, positions, cross_states, cross_mask, labels),), {}
 

@@ -42,6 +42,8 @@ class Case:
     tied: str = "colocate"
     placement: str = "cluster"
     options: tuple[tuple[str, Any], ...] = ()
+    blocks: bool = False
+    """Only the blocks are marked, and their class is registered by the script afterwards, as the GPT-2 script does."""
 
     @property
     def num_ranks(self) -> int:
@@ -60,6 +62,7 @@ class Case:
             self.partition if self.pp > 1 else "",
             "replicate" if self.tied == "replicate" else "",
             "" if self.placement == "cluster" else self.placement,
+            "blocks" if self.blocks else "",
             *(name for name, _ in self.options),
         ]
         return "-".join([self.model, layout, *filter(None, extra)])
@@ -139,7 +142,14 @@ def build(case: Case) -> models.Made:
     import shardwright.torch as smp
 
     made = models.make(case.model)
-    smp.set_tensor_parallelism(made.model, True, **dict(case.options))
+    if not case.blocks:
+        smp.set_tensor_parallelism(made.model, True, **dict(case.options))
+        return made
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    smp.set_tensor_parallelism(made.model.transformer.h, True, **dict(case.options))
+    hooks = smp.nn.huggingface.gpt2.get_hf_gpt2_transformer_layer_hooks()
+    smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer, *hooks)
     return made
 
 

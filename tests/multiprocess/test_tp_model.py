@@ -535,3 +535,85 @@ def _no_hook_no_cpu() -> None:
 
 def test_what_tensor_parallelism_excludes(pool2: RankPool) -> None:
     pool2.run(_no_hook_no_cpu, config=TWO)
+
+
+# -- other ways to train ----------------------------------------------------------------------------------------
+
+
+class Direct(nn.Module):
+    """A script's own model that uses `smp.nn` by itself, beside plain modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(models.VOCABULARY, 32)
+        sizes = {"num_layers": 2, "num_attention_heads": 4, "attention_head_size": 8, "hidden_size": 32}
+        no_dropout = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+        self.transformer = smp.nn.DistributedTransformer(
+            **sizes, **no_dropout, intermediate_size=64, causal_mask_size=16, pre_layernorm=True, post_layernorm=False
+        )
+        self.norm = smp.nn.FusedLayerNorm(32)
+        self.head = smp.nn.DistributedLinear(32, models.VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, _ = self.transformer((self.words(ids), None))
+        return self.head(self.norm(hidden))
+
+
+def _direct(in_steps: bool) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(5)
+    model = smp.DistributedModel(Direct())
+    optimizer = smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
+
+    def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+    @smp.step
+    def step(model: nn.Module, ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(3):
+        ids = batch(number)["input_ids"]
+        optimizer.zero_grad()
+        if in_steps:
+            losses.append(step(model, ids).reduce_mean())
+        else:
+            losses.append(loss_of(model, ids))
+            losses[-1].backward()
+        gradients = whole_gradients(model)
+        optimizer.step()
+    return [loss.detach() for loss in losses], gradients, model.state_dict()
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+def test_modules_of_smp_nn_in_a_script_s_own_model(pool2: RankPool, optimize: str) -> None:
+    """Two tp ranks with a batch each compute what two replicas do; with steps and in a plain loop."""
+    config = {**TWO, "optimize": optimize, "microbatches": 1}
+    wanted = pool2.run(_direct, True, config={**config, "tensor_parallel_degree": 1})
+    for in_steps in (True, False):
+        found = pool2.run(_direct, in_steps, config=config)
+        for (losses, gradients, weights), (losses1, gradients1, weights1) in zip(found, wanted, strict=True):
+            torch.testing.assert_close(torch.stack(losses), torch.stack(losses1), rtol=1e-5, atol=0)
+            for name, gradient in gradients1.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+            for name, weight in weights1.items():
+                torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def _built_too_early() -> str:
+    smp.shutdown()
+    early = smp.nn.DistributedLinear(4, 4)
+    smp.init(TWO)
+    from shardwright.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"was built before smp\.init") as refused:
+        smp.DistributedModel(early)
+    return str(refused.value)
+
+
+def test_modules_built_before_init_are_refused() -> None:
+    with RankPool(2) as pool:
+        for text in pool.run(_built_too_early, config=TWO):
+            assert "'weight' is cut for 1 tp ranks, but tensor_parallel_degree is 2" in text

@@ -35,7 +35,10 @@ HEAVY = [
     Case("qwen3", pp=2, optimize="memory"),
     Case("mixtral", pp=2),
     Case("vit", pp=2),
-    Case("resnet", rdp=2, options=(("distribute_embedding", True),)),
+    Case("gpt2", blocks=True, optimize="memory"),
+    Case("gpt2", pp=2, blocks=True),
+    Case("gpt2", pp=2, blocks=True, prescaled=True, partition="manual", placement="PTD"),
+    Case("bert", tp=4, pp=2, optimize="memory", placement="TPD"),
     Case("gpt2_untied", tp=4, options=(("distribute_embedding", True),)),
 ]
 

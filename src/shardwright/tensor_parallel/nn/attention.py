@@ -21,9 +21,9 @@ from shardwright.tensor_parallel.module import (
     tp_size,
 )
 from shardwright.tensor_parallel.nn import positions
-from shardwright.tensor_parallel.nn.functional import column_linear, row_linear
+from shardwright.tensor_parallel.nn.functional import Source, column_linear, row_linear
 from shardwright.tensor_parallel.nn.linear import SlicedLinear
-from shardwright.tensor_parallel.nn.norm import RMSNorm, make_norm, rms_norm
+from shardwright.tensor_parallel.nn.norm import RMSNorm, apply_norm, make_norm, rms_norm
 from shardwright.tensor_parallel.nn.options import Norm
 from shardwright.tensor_parallel.nn.residual import add_residual, check_norms
 from shardwright.transport import differentiable as comm
@@ -191,8 +191,8 @@ class DistributedAttentionLayer(DistributedModule):
             if states is not None:
                 (states,) = self.enter(states)
         residual = hidden
-        normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        query, key, value = self._project(normed, states, position_ids)
+        normed, source = apply_norm(self.pre_layernorm, hidden)
+        query, key, value = self._project(normed, None if self.return_normed else source, states, position_ids)
         if self.relative_bias is not None:
             mask = self._with_relative_bias(mask, query, key)
         context = self._attend(query, key, value, mask)
@@ -219,7 +219,7 @@ class DistributedAttentionLayer(DistributedModule):
         return values[0], None, values[1] if len(values) == 2 else None
 
     def _project(
-        self, hidden: Tensor, states: Tensor | None, position_ids: Tensor | None
+        self, hidden: Tensor, source: Source | None, states: Tensor | None, position_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of this rank's heads: [B, heads, S, head]."""
         layers = [self.query, self.key, self.value]
@@ -228,9 +228,9 @@ class DistributedAttentionLayer(DistributedModule):
             weights.append(self._shared(layer.weight))
             biases.append(None if layer.bias is None else self._shared(layer.bias))
         if states is None:
-            query, key, value = column_linear(hidden, weights, biases, sliced=self.sliced)
+            query, key, value = column_linear(hidden, weights, biases, sliced=self.sliced, source=source)
         else:
-            (query,) = column_linear(hidden, weights[:1], biases[:1], sliced=self.sliced)
+            (query,) = column_linear(hidden, weights[:1], biases[:1], sliced=self.sliced, source=source)
             key, value = column_linear(states, weights[1:], biases[1:], sliced=self.sliced)
         query, key, value = (
             flat.view(*flat.shape[:-1], -1, self.head_size).transpose(1, 2) for flat in (query, key, value)

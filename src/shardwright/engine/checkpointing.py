@@ -19,6 +19,7 @@ from shardwright.engine.optimizer import WrappedOptimizer
 from shardwright.engine.state import state
 from shardwright.errors import UsageError
 from shardwright.partition.plan import PartitionPlan
+from shardwright.tensor_parallel import randomness
 
 StateDict = dict[str, Any]
 
@@ -103,11 +104,7 @@ class SavedModel:
 
     def tied_names(self) -> list[list[str]]:
         """Groups of names that are one tensor."""
-        groups: dict[int, list[str]] = {}
-        for name, value in self._part.module.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor):
-                groups.setdefault(id(value), []).append(name)
-        return [names for names in groups.values() if len(names) > 1]
+        return self._part.tied_names()
 
     def local_state_dict(self) -> StateDict:
         """What this rank answers for, with the mark of partial state dicts."""
@@ -142,11 +139,20 @@ class SavedModel:
         weights.load(self._part, content, self._part.held_state().keys(), strict=strict, slices=True)
 
     def random_position(self) -> Mapping[str, int]:
-        """No counters: each step draws the base of its streams from torch's CPU generator, which is saved."""
-        return {}
+        """Where the streams of distributed modules stand; {} before they were used.
+
+        Each step draws the base of its other streams from torch's CPU generator, which is saved.
+        """
+        kept = randomness.state()
+        return {} if kept["base"] is None else {f"tp_{name}": value for name, value in kept.items()}
 
     def restore_random_position(self, position: Mapping[str, int]) -> None:
-        """See `random_position`."""
+        """Continue those streams from here."""
+        kept = {name.removeprefix("tp_"): value for name, value in position.items() if name.startswith("tp_")}
+        if kept:
+            randomness.set_state(kept)
+        else:
+            randomness.begin()
 
 
 class SavedOptimizer:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.sharding.spec import ShardSpec
 from shardwright.tensor_parallel.module import DistributedModule, gather_full, spec_of, tp_rank, tp_size
 
@@ -22,7 +23,15 @@ class Distribution:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self.specs: dict[str, ShardSpec] = spec_of(root) if tp_size() > 1 else {}
+        specs = spec_of(root)
+        strange = [name for name, spec in specs.items() if spec.dim is not None and len(spec.ranges) != tp_size()]
+        if strange:
+            raise UsageError(
+                f"'{strange[0]}' is cut for {len(specs[strange[0]].ranges)} tp ranks, but tensor_parallel_degree is"
+                f" {tp_size()}: its module was built before smp.init()",
+                remedy="build smp.nn modules after smp.init()",
+            )
+        self.specs: dict[str, ShardSpec] = specs if tp_size() > 1 else {}
         self._axis_of: dict[int, ShardSpec] = {}
         self._scaled: set[int] = set()
         self._inside: dict[int, bool] = {}

@@ -349,7 +349,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             if partial:
                 content = weights.merge(content)
             elif mark is None:
-                content = weights.with_metadata(in_own_names(content, expected), content)
+                content = weights.with_metadata(in_own_names(content, expected, self._part.tied_names()), content)
             keys = weights.load(self._part, content, expected, strict=strict, slices=partial)
         self._duties.model_loaded()
         self.refresh_copies()

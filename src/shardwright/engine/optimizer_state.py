@@ -103,15 +103,16 @@ def narrowed(content: Mapping[str, Any], full_names: GroupNames, names: GroupNam
 def merged(parts: Sequence[Any], spec: ShardSpec | None) -> Any:
     """One parameter's state from what all tp ranks hold.
 
-    A tensor of the shape of the rank's slice is cut like the parameter; anything else is tp rank 0's.
+    A tensor of the shape of the rank's slice is cut like the parameter; anything else is tp rank 0's. Tensors are
+    copies.
     """
     first = parts[0]
     if spec is None:
-        return first
+        return owned(first)
     if isinstance(first, torch.Tensor):
         shapes = [tuple(part.shape) if isinstance(part, torch.Tensor) else None for part in parts]
         fits = all(shape == spec.local_shape(rank) for rank, shape in enumerate(shapes))
-        return spec.merge(parts) if fits else first
+        return spec.merge(parts) if fits else owned(first)
     if isinstance(first, dict):
         return {key: merged([part[key] for part in parts], spec) for key in first}
     return first

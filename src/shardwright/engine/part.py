@@ -81,6 +81,14 @@ class Part:
         whole = self.distribution.whole_shape
         return {n: whole(n, t) for n, t in content.items() if isinstance(t, torch.Tensor)}
 
+    def tied_names(self) -> list[list[str]]:
+        """Groups of names in the plain state dict that are one tensor."""
+        groups: dict[int, list[str]] = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                groups.setdefault(id(value), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
     # ------------------------------------------------------------------ what is here
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

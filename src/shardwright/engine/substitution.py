@@ -14,6 +14,7 @@ from shardwright.partition import manual
 from shardwright.partition.plan import compress_names
 from shardwright.partition.table import render_table
 from shardwright.pipeline.unit import carry_marks
+from shardwright.tensor_parallel import randomness
 from shardwright.tensor_parallel.registry import Renaming
 from shardwright.tensor_parallel.substitute import Replaced, Report, substitute
 from shardwright.topology import context
@@ -25,6 +26,7 @@ def distribute(module: nn.Module) -> nn.Module:
 
     Called by: every rank, in `smp.DistributedModel`. Collectives: see `substitute`.
     """
+    randomness.begin()
     root, report = substitute(module, _carry_requests)
     state.module_manager.translate_functions[:] = translations(report.replaced)
     if rank_zero():
@@ -102,11 +104,19 @@ def _renamed(
     return {**rest, **result}
 
 
-def in_own_names(content: StateDict, own_names: Sequence[str]) -> StateDict:
-    """A full state dict in the wrapped model's names; one in the original's names is translated."""
-    if state.module_manager.translate_functions and not content.keys() <= set(own_names):
-        for _, to_distributed in state.module_manager.translate_functions:
-            content = to_distributed(content)
+def in_own_names(content: StateDict, own_names: Sequence[str], tied: Sequence[Sequence[str]]) -> StateDict:
+    """A full state dict in the wrapped model's names; one in the original's names is translated.
+
+    tied: groups of names that are one tensor; translation gives one of them.
+    """
+    if not state.module_manager.translate_functions or content.keys() <= set(own_names):
+        return content
+    for _, to_distributed in state.module_manager.translate_functions:
+        content = to_distributed(content)
+    for names in tied:
+        known = next((name for name in names if name in content), None)
+        if known is not None:
+            content.update((name, content[known]) for name in names if name not in content)
     return content
 
 

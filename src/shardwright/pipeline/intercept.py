@@ -40,10 +40,12 @@ _as_functions: dict[Any, Callable[..., Any]] = {}
 @contextmanager
 def installed() -> Iterator[None]:
     """While open, the calls above are caught on threads that run glue; other threads notice nothing."""
-    global _depth
+    global _depth, _plain_init, _plain_setattr
     with _lock:
         _depth += 1
         if _depth == 1:
+            # as they are now: others wrap them too, at import or later
+            _plain_init, _plain_setattr = nn.Module.__init__, nn.Module.__setattr__
             Function.apply = classmethod(_apply_in_glue)  # type: ignore[method-assign, assignment]
             torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_in_glue  # type: ignore[assignment]
             torch.autograd.backward = _backward_in_glue

@@ -269,9 +269,21 @@ def _called_like(dist_class: type[nn.Module], original: type[nn.Module]) -> type
 
     forward.__doc__ = original.forward.__doc__
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
-    names = {"__module__": dist_class.__module__, "__qualname__": dist_class.__qualname__, "forward": forward}
-    made = type(dist_class.__name__, (dist_class,), {**names, "__doc__": dist_class.__doc__})
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        return _rebuilt, (dist_class, original), self.__dict__
+
+    names = {"__module__": dist_class.__module__, "__qualname__": dist_class.__qualname__}
+    members = {"__doc__": dist_class.__doc__, "forward": forward, "__reduce_ex__": reduce}
+    made = type(dist_class.__name__, (dist_class,), {**names, **members})
     _classes[dist_class, original] = made
+    return made
+
+
+def _rebuilt(dist_class: type[nn.Module], original: type[nn.Module]) -> nn.Module:
+    """An empty instance, for copies and pickles."""
+    cls = _called_like(dist_class, original)
+    made: nn.Module = cls.__new__(cls)
     return made
 
 

@@ -71,6 +71,7 @@ def trees(draw: st.DrawFn) -> ModuleTree:
             buffer_bytes=draw(st.integers(0, 100)),
             container=draw(st.booleans()),
             lookup=False,
+            indivisible=bool(name) and draw(st.integers(0, 5)) == 0,
         )
         for name in ordered
     }
@@ -93,6 +94,12 @@ def trees(draw: st.DrawFn) -> ModuleTree:
     return tree.with_trace(Trace("fake", records))
 
 
+def ancestors(tree: ModuleTree, name: str) -> list[str]:
+    """All modules above one, without the root."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
 @given(trees(), st.integers(1, 6), st.floats(0, 1), st.booleans())
 def test_rules_hold_for_any_tree(tree: ModuleTree, pp: int, weight: float, join: bool) -> None:
     stage_of = assign(tree, pp, weight, join_ties=join)
@@ -103,6 +110,9 @@ def test_rules_hold_for_any_tree(tree: ModuleTree, pp: int, weight: float, join:
     if join:
         for group in tree.ties():
             assert len({stage_of[name] for name in group}) == 1
+    for name, node in tree.nodes.items():
+        if any(tree.nodes[above].indivisible for above in ancestors(tree, name)):
+            assert stage_of[name] == stage_of[node.parent or ""]
     bearing = tree.bearing()
     for name, node in tree.nodes.items():
         if name and name not in bearing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import threading
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 
 from shardwright.errors import PartitionError
 from shardwright.partition.manual import assign_by_hand, assigned_stage, partition, set_partition
+from shardwright.partition.plan import PartitionPlan
 from shardwright.topology import context
 
 
@@ -135,3 +137,31 @@ def test_known_degree_refuses_at_once_only_if_assignments_count(monkeypatch: pyt
         set_partition(nn.Linear(1, 1), 2)
     config.auto_partition = True
     set_partition(nn.Linear(1, 1), 2)
+
+
+class Solid(nn.Sequential):
+    """Its class says that its forward must run on one stage."""
+
+    indivisible = True
+
+
+def test_what_is_below_an_indivisible_module_follows_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("shardwright"), "propagate", True)
+    model = nn.Sequential(nn.Linear(2, 2), Solid(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))))
+    set_partition(model[1], 1)
+    set_partition(model[1][1], 2)
+    set_partition(model[1][0], 1)
+    with caplog.at_level(logging.INFO, logger="shardwright"):
+        stage_of = assign_by_hand(model, 3, 0)
+    assert stage_of == {"": 0, "0": 0, "1": 1, "1.0": 1, "1.1": 1, "1.1.0": 1}
+    lines = {record.getMessage() for record in caplog.records}
+    assert lines == {"module '1.1' stays on partition 1: it is part of '1', which can't be divided"}
+
+
+def test_a_plan_that_cuts_an_indivisible_module_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Solid(nn.Linear(2, 2)))
+    plan = PartitionPlan(2, {"": 0, "0": 0, "1": 1, "1.0": 0}, (), "manual", "none")
+    with pytest.raises(PartitionError, match="'1', which can't be divided, is on stage 1"):
+        plan.check(model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwright.torch as smp
 from shardwright.errors import UsageError
+from shardwright.integrations.huggingface import families
 from shardwright.tensor_parallel import registry
 from shardwright.tensor_parallel.construction import construction_of
 from shardwright.tensor_parallel.module import DistributedModule
@@ -252,7 +255,23 @@ def test_hooks_translate_arguments_calls_and_results() -> None:
     assert torch.equal(root(X, scale=2.0), X @ root.kernel.t() * 2.0)
     assert "'kernel' [3, 6] differs" in report.replaced[0].fresh
     assert "forward" not in vars(root)
-    assert copy.deepcopy(root)(X).shape == (2, 3)
+    twin = copy.deepcopy(root)
+    assert type(twin) is type(root)
+    assert torch.equal(twin(X), root(X))
+
+
+def _scale_first(x: Tensor, scale: float = 1.0) -> Any:
+    return (x * scale,), {}
+
+
+def test_modules_with_hooks_can_be_pickled() -> None:
+    register(None, _scale_first)
+    with smp.tensor_parallelism():
+        module = Dense(6)
+    root, _ = substitute(module)
+    loaded = pickle.loads(pickle.dumps(root))
+    assert type(loaded) is type(root)
+    assert torch.equal(loaded(X, 2.0), root(X, 2.0))
 
 
 @pytest.mark.parametrize("wrong", [3, (1, 2, 3), ((1,), 2), (1, {})])
@@ -331,3 +350,58 @@ def test_records_are_dropped_by_the_wrap() -> None:
     assert construction_of(net.head) is not None
     substitute(net)
     assert construction_of(net.head) is None
+
+
+# -- transformers -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[Any, Path]:
+    """A small GPT-2 and the folder it is saved in."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=101, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path)
+    return model.eval(), tmp_path
+
+
+@pytest.mark.parametrize("blank", [False, True])
+def test_from_pretrained_inside_model_creation_keeps_its_weights(
+    tiny: tuple[Any, Path], blank: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, folder = tiny
+    monkeypatch.setattr(registry, "_finders", [families.find])
+    cls = type(original)
+    if blank:
+        monkeypatch.setattr(modeling_utils().PreTrainedModel, "init_weights", lambda self: None)
+    with smp.model_creation(tensor_parallelism=True):
+        model = cls.from_pretrained(folder)
+    root, report = substitute(model.eval())
+    assert [found.name for found in report.replaced] == [""]
+    assert report.replaced[0].fresh == ""
+    tokens = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        found = root(input_ids=tokens)
+        wanted = original(input_ids=tokens)
+    assert type(found) is type(wanted)
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+    assert root.config.n_embd == 32
+
+
+def test_from_config_with_initialisation_switched_off_is_drawn_fresh(
+    tiny: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, _ = tiny
+    monkeypatch.setattr(registry, "_finders", [families.find])
+    monkeypatch.setattr(modeling_utils().PreTrainedModel, "init_weights", lambda self: None)
+    with smp.model_creation(tensor_parallelism=True, dtype=torch.float64):
+        model = type(original)(original.config)
+    root, report = substitute(model)
+    assert "switched off" in report.replaced[0].fresh
+    assert {p.dtype for p in root.parameters()} == {torch.float64}
+
+
+def modeling_utils() -> Any:
+    return pytest.importorskip("transformers.modeling_utils")

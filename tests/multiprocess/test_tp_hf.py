@@ -19,6 +19,7 @@ Job = tuple[str, tuple[str, ...]]
 JOBS: list[Job] = [
     ("gpt2", WHOLE),
     ("gpt2_untied", ("layer",)),
+    ("gpt2_cross", WHOLE),
     ("gptj", WHOLE),
     ("gptneo", WHOLE),
     ("gptneox", WHOLE),
@@ -99,3 +100,19 @@ def test_families_on_two_ranks_in_other_modes(pool2: RankPool, mode: tuple[str, 
 @pytest.mark.parametrize("mode", MODES)
 def test_families_on_four_ranks(pool4: RankPool, mode: tuple[str, bool]) -> None:
     check(pool4, 4, mode, JOBS, {})
+
+
+LANGUAGE_MODELS: list[Job] = [
+    (case, WHOLE) for case in ("gpt2", "gptj", "gptneo", "gptneox", "llama", "llama_tied", "qwen3", "mixtral_bare")
+]
+
+
+@pytest.mark.parametrize("mode", [("speed", True), ("memory", False)])
+def test_vocabulary_split_over_two_ranks(pool2: RankPool, mode: tuple[str, bool]) -> None:
+    check(pool2, 2, mode, LANGUAGE_MODELS, {"distribute_embedding": True})
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("mode", MODES)
+def test_vocabulary_split_over_four_ranks(pool4: RankPool, mode: tuple[str, bool]) -> None:
+    check(pool4, 4, mode, LANGUAGE_MODELS, {"distribute_embedding": True})

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import tp_reference as ref
 from harness import RankPool
+from shardwright.tensor_parallel.module import gather_full, spec_of, tp_size
 from shardwright.tensor_parallel.nn.attention import DistributedAttentionLayer
+from shardwright.tensor_parallel.nn.functional import column_linear
 from shardwright.tensor_parallel.nn.mixture import DistributedMixtureOutputLayer
 from shardwright.tensor_parallel.nn.mlp import DistributedTransformerOutputLayer
 from shardwright.tensor_parallel.nn.transformer import DistributedTransformer, DistributedTransformerLayer
@@ -173,3 +175,49 @@ def _check(pool: RankPool, tp: int, cases: list[tuple[str, str]], optimize: str,
             ref.compare([results[index] for results in got], want)
         except AssertionError as error:
             raise AssertionError(f"{kind}, {name}:\n{error}") from None
+
+
+def run_autocast(optimize: str) -> tuple[Tensor, dict[str, Tensor], set[torch.dtype]]:
+    torch.manual_seed(0)
+    layer = DistributedTransformerLayer(HEADS, HEAD, HIDDEN, 20, 0.0, 0.0, pre_layernorm=True, post_layernorm=False)
+    x = torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
+    seen: set[torch.dtype] = set()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = layer((x, None))
+        (query,) = column_linear(
+            torch.zeros(2, HIDDEN // (tp_size() if optimize == "memory" else 1)),
+            [layer.attention.query.weight],
+            [None],
+            sliced=optimize == "memory",
+        )
+        seen.add(query.dtype)
+    output.float().pow(2).sum().backward()
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return output.detach().float(), gather_full(grads, spec_of(layer)), seen
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+def test_autocast(pool2: RankPool, optimize: str) -> None:
+    results = pool2.run(run_autocast, optimize, config=ref.config(2, optimize, prescaled=True))
+    want, want_grads, _ = run_autocast("speed")
+    for output, grads, dtypes in results:
+        assert dtypes == {torch.bfloat16}
+        torch.testing.assert_close(output, want, rtol=0.05, atol=0.05)
+        for name, grad in grads.items():
+            scale = float(want_grads[name].abs().max())
+            if "key.bias" not in name:
+                torch.testing.assert_close(grad, want_grads[name], rtol=0.05, atol=0.05 * scale)
+
+
+def run_hooked(optimize: str) -> int:
+    """Norms that somebody watches are called as modules are."""
+    layer = DistributedTransformerOutputLayer(HIDDEN, 20, pre_layernorm=True, post_layernorm=False)
+    calls: list[int] = []
+    assert isinstance(layer.pre_layernorm, nn.Module)
+    layer.pre_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    layer(torch.randn(2, LENGTH, HIDDEN)).sum().backward()
+    return len(calls)
+
+
+def test_hooks_on_norms_are_called(pool2: RankPool) -> None:
+    assert pool2.run(run_hooked, "memory", config=ref.config(2, "memory")) == [1, 1]

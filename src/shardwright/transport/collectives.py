@@ -179,11 +179,12 @@ def all_gather_into(
 
 
 def reduce_scatter_into(
-    output: Tensor, tensor: Tensor, axis: Axis, async_op: bool = False
+    output: Tensor, tensor: Tensor, axis: Axis, *, shares: Tensor | None = None, async_op: bool = False
 ) -> Pending | None:
     """Write this rank's share of the sum of all ranks' tensors: of tensor[r], for r the rank in the group.
 
     tensor: [n, *output.shape], contiguous.   output: contiguous.
+    shares: memory like `tensor` that gloo may use until the end.
     Returns: None, or with async_op what must be waited for before `output` is read or `tensor` is written.
     """
     here = context.world()
@@ -202,10 +203,10 @@ def reduce_scatter_into(
         )
         return _given_back(pending, async_op)
     # gloo has none that moves only what is needed: exchange the shares, add here, in rank order
-    shares = torch.empty_like(source)
-    exchange = all_to_all_into(shares, source, axis, async_op=True)
+    received = torch.empty_like(source) if shares is None else shares
+    exchange = all_to_all_into(received, source, axis, async_op=True)
     assert exchange is not None
-    exchange.then(lambda: torch.sum(shares, 0, out=output.detach()))
+    exchange.then(lambda: torch.sum(received, 0, out=output.detach()))
     return _given_back(exchange, async_op)
 
 

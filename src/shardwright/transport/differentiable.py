@@ -27,6 +27,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardwright.topology import context
 from shardwright.transport import collectives
+from shardwright.transport.workspace import workspace
 
 _depth_of_shapes_only = 0
 
@@ -88,11 +89,12 @@ def reduced(tensor: Tensor, op: collectives.Op = "sum") -> Tensor:
     return tensor
 
 
-def gather_start(tensor: Tensor) -> tuple[Tensor, Waiting]:
-    """Start collecting all ranks' tensors into a new one: [tp, *tensor.shape]."""
+def gather_start(tensor: Tensor, *, into: str | None = None) -> tuple[Tensor, Waiting]:
+    """Start collecting all ranks' tensors into a new one, or into a workspace: [tp, *tensor.shape]."""
     if size() == 1:
         return tensor.detach().unsqueeze(0), _DONE
-    output = tensor.new_empty((size(), *tensor.shape))
+    shape = (size(), *tensor.shape)
+    output = tensor.new_empty(shape) if into is None else workspace(into, shape, tensor)
     if is_silent(tensor):
         return output, _DONE
     return output, collectives.all_gather_into(output, tensor.contiguous(), "tp", async_op=True) or _DONE
@@ -112,7 +114,10 @@ def scatter_start(tensor: Tensor) -> tuple[Tensor, Waiting]:
     output = tensor.new_empty(tensor.shape[1:])
     if is_silent(tensor):
         return output, _DONE
-    return output, collectives.reduce_scatter_into(output, tensor.contiguous(), "tp", async_op=True) or _DONE
+    tensor = tensor.contiguous()
+    shares = workspace("shares", tensor.shape, tensor)
+    pending = collectives.reduce_scatter_into(output, tensor, "tp", shares=shares, async_op=True)
+    return output, pending or _DONE
 
 
 def scattered(tensor: Tensor) -> Tensor:

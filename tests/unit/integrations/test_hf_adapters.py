@@ -150,6 +150,17 @@ def test_arguments_that_can_not_be_served_are_named(argument: str, value: Any) -
         adapter_of("LlamaForCausalLM").forward_hook(input_ids=ids(), **{argument: value})
 
 
+def test_token_types_are_refused_where_they_would_mean_something() -> None:
+    with pytest.raises(UsageError, match="does not support the argument 'token_type_ids'"):
+        adapter_of("GPT2LMHeadModel").forward_hook(ids(), token_type_ids=ids())
+    # transformers takes no note of them here
+    ((_, _, types, _, _),), _ = adapter_of("LlamaForCausalLM").forward_hook(ids(), token_type_ids=ids())
+    assert types is None
+    _, forward, _ = smp.nn.huggingface.bert.get_hf_bert_transformer_lm_head_hooks()
+    ((_, _, types, _, _),), _ = forward(ids(), token_type_ids=ids())
+    assert torch.equal(types, ids())
+
+
 def test_embeddings_instead_of_ids_are_refused() -> None:
     with pytest.raises(UsageError, match="needs 'input_ids'"):
         adapter_of("LlamaForCausalLM").forward_hook()

@@ -43,6 +43,7 @@ class Adapter:
     output: the output class of the original; unused for layers.
     layer_extra: how many values follow the hidden states in the tuple that a layer returns, if it returns one.
     positions: the layer needs to know positions (rotary embeddings).
+    token_types: the model has embeddings for types of tokens.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Adapter:
     output: str = ""
     layer_extra: int = 0
     positions: bool = False
+    token_types: bool = False
 
     @property
     def target(self) -> str:
@@ -121,7 +123,7 @@ class Adapter:
         """A call of the original's forward as a call of the distributed module's forward."""
         forward = self.original_class().forward
         if self.kind in ("lm_head", "model"):
-            return hooks.lm_head_call(forward, args, kwargs)
+            return hooks.lm_head_call(forward, args, kwargs, token_types=self.token_types)
         return hooks.stack_call(forward, args, kwargs, positions=self.positions)
 
     def return_hook(self, module: nn.Module | None = None) -> Callable[[Any], Any]:

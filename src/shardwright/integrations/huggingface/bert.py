@@ -85,6 +85,7 @@ def model_settings(config: Any, _: int | None) -> dict[str, Any]:
         **encoder_settings(config, None),
         "vocab_size": config.vocab_size,
         "num_positions": config.max_position_embeddings,
+        "padding_idx": config.pad_token_id,
         "num_token_types": config.type_vocab_size,
         "embedding_dropout_prob": config.hidden_dropout_prob,
         "embedding_layernorm": True,
@@ -143,4 +144,5 @@ MODEL_ADAPTER = BareAdapter(
     model_settings,
     lambda _: MODEL_TABLE,
     output="BaseModelOutputWithPoolingAndCrossAttentions",
+    token_types=True,
 )

@@ -44,15 +44,22 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def lm_head_call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+def lm_head_call(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, token_types: bool = False
+) -> Arguments:
     """A call of a causal language model, or of a bare one, as a call of `DistributedTransformerLMHead`.
 
     transformers' masks have 1 where a token counts, that of the distributed module 1 where it is masked.
+    token_types: whether the model has embeddings of their own for them. GPT models look them up among the words,
+        which is refused; models without that argument take no note of it.
     """
     named = named_arguments(forward, args, kwargs)
     input_ids = named.pop("input_ids", None)
     attention_mask = inverted(named.pop("attention_mask", None), "attention_mask")
     types, positions, labels = (named.pop(key, None) for key in ("token_type_ids", "position_ids", "labels"))
+    if not token_types and "token_type_ids" in signature(forward).parameters:
+        refuse({"token_type_ids": types}, of="a distributed model of this family")
+    types = types if token_types else None
     cross_states, cross_mask = named.pop("encoder_hidden_states", None), named.pop("encoder_attention_mask", None)
     refuse(named, accepted=_NEUTRAL - {"num_items_in_batch"}, of="a distributed model")
     if input_ids is None:

@@ -89,6 +89,7 @@ def around(config: Any) -> dict[str, Any]:
         "num_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "num_positions": 0,
+        "padding_idx": config.pad_token_id,
         "embedding_dropout_prob": 0.0,
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "final_layernorm": True,

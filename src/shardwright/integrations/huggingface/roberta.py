@@ -37,4 +37,5 @@ MODEL_ADAPTER = _BareAdapter(
     model_settings,
     lambda _: bert.MODEL_TABLE,
     output="BaseModelOutputWithPoolingAndCrossAttentions",
+    token_types=True,
 )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import ConfigError, UsageError
 from shardwright.sharding.slices import covering_ranges, even_ranges, overlapping, scaled_ranges
@@ -21,11 +22,12 @@ from shardwright.tensor_parallel.module import (
     tp_size,
 )
 from shardwright.tensor_parallel.nn import positions
-from shardwright.tensor_parallel.nn.functional import column_linear, row_linear
+from shardwright.tensor_parallel.nn.functional import Source, column_linear, row_linear
 from shardwright.tensor_parallel.nn.linear import SlicedLinear
-from shardwright.tensor_parallel.nn.norm import RMSNorm, make_norm, rms_norm
+from shardwright.tensor_parallel.nn.norm import RMSNorm, apply_norm, make_norm, rms_norm
 from shardwright.tensor_parallel.nn.options import Norm
 from shardwright.tensor_parallel.nn.residual import add_residual, check_norms
+from shardwright.topology import context
 from shardwright.transport import differentiable as comm
 
 
@@ -109,6 +111,7 @@ class DistributedAttentionLayer(DistributedModule):
         self.rotary_interleaved = rotary_interleaved
         self.rotary_scale = rotary_scale
         self.window_size = window_size
+        self.recompute = context.is_initialized() and context.world().config.checkpoint_attentions
         self.residual = residual
         self.return_normed = return_normed
         self._share_heads(num_attention_heads, num_key_value_heads)
@@ -191,12 +194,15 @@ class DistributedAttentionLayer(DistributedModule):
             if states is not None:
                 (states,) = self.enter(states)
         residual = hidden
-        normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        query, key, value = self._project(normed, states, position_ids)
+        normed, source = apply_norm(self.pre_layernorm, hidden)
+        query, key, value = self._project(normed, None if self.return_normed else source, states, position_ids)
         if self.relative_bias is not None:
             mask = self._with_relative_bias(mask, query, key)
-        context = self._attend(query, key, value, mask)
-        hidden = row_linear(context, self.dense.weight, self.dense.bias, leave="hidden" if self.sliced else "whole")
+        if self.recompute and self.training and torch.is_grad_enabled() and not comm.is_silent(query):
+            attended = checkpoint(self._attend, query, key, value, mask, use_reentrant=False)
+        else:
+            attended = self._attend(query, key, value, mask)
+        hidden = row_linear(attended, self.dense.weight, self.dense.bias, leave="hidden" if self.sliced else "whole")
         hidden = randomness.dropout(hidden, self.hidden_dropout_prob, self.training, split=self.sliced)
         if self.residual:
             hidden = add_residual(hidden, residual, self.fp32_residual_addition)
@@ -219,7 +225,7 @@ class DistributedAttentionLayer(DistributedModule):
         return values[0], None, values[1] if len(values) == 2 else None
 
     def _project(
-        self, hidden: Tensor, states: Tensor | None, position_ids: Tensor | None
+        self, hidden: Tensor, source: Source | None, states: Tensor | None, position_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of this rank's heads: [B, heads, S, head]."""
         layers = [self.query, self.key, self.value]
@@ -228,9 +234,9 @@ class DistributedAttentionLayer(DistributedModule):
             weights.append(self._shared(layer.weight))
             biases.append(None if layer.bias is None else self._shared(layer.bias))
         if states is None:
-            query, key, value = column_linear(hidden, weights, biases, sliced=self.sliced)
+            query, key, value = column_linear(hidden, weights, biases, sliced=self.sliced, source=source)
         else:
-            (query,) = column_linear(hidden, weights[:1], biases[:1], sliced=self.sliced)
+            (query,) = column_linear(hidden, weights[:1], biases[:1], sliced=self.sliced, source=source)
             key, value = column_linear(states, weights[1:], biases[1:], sliced=self.sliced)
         query, key, value = (
             flat.view(*flat.shape[:-1], -1, self.head_size).transpose(1, 2) for flat in (query, key, value)

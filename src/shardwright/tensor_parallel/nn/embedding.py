@@ -59,7 +59,7 @@ class DistributedEmbedding(DistributedModule):
         super().__init__()
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = _padding_index(padding_idx, num_embeddings)
+        self.padding_idx = padding_index(padding_idx, num_embeddings)
         if max_norm is not None and split == "embedding":
             raise NotBuiltError(
                 "'max_norm' needs whole rows, but they are cut along the embedding dim",
@@ -79,7 +79,7 @@ class DistributedEmbedding(DistributedModule):
             check_divisible("embedding_dim", embedding_dim)
         dim = {"embedding": 1, "vocabulary": 0, None: None}[split]
         shape = (num_embeddings, embedding_dim)
-        self.add_parameter("weight", shape, _given(_weight) or _table_init(initializer_range, self.padding_idx), dim)
+        self.add_parameter("weight", shape, _given(_weight) or table_init(initializer_range, self.padding_idx), dim)
         self.spec = self.shard_specs().get("weight", ShardSpec.replicated(shape))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -126,7 +126,8 @@ class DistributedEmbedding(DistributedModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, split={self.split!r}"
 
 
-def _padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
+def padding_index(padding_idx: int | None, num_embeddings: int) -> int | None:
+    """The index counted from the front. Raises: ValueError if there is no such row."""
     if padding_idx is not None and padding_idx < 0:
         padding_idx += num_embeddings
     if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
@@ -140,7 +141,8 @@ def _given(weight: Tensor | None) -> Init | None:
     return lambda tensor, generator: tensor.copy_(weight)
 
 
-def _table_init(std: float, padding_idx: int | None) -> Init:
+def table_init(std: float, padding_idx: int | None) -> Init:
+    """Normal values, and zeros for the padding."""
     draw = normal(std)
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:

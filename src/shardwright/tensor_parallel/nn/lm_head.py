@@ -21,7 +21,7 @@ from shardwright.tensor_parallel.module import (
     tp_size,
 )
 from shardwright.tensor_parallel.nn import loss
-from shardwright.tensor_parallel.nn.embedding import DistributedEmbedding
+from shardwright.tensor_parallel.nn.embedding import DistributedEmbedding, padding_index, table_init
 from shardwright.tensor_parallel.nn.functional import column_linear
 from shardwright.tensor_parallel.nn.norm import FusedLayerNorm, RMSNorm, make_norm
 from shardwright.tensor_parallel.nn.options import StackOptions, check_known, spelled_out
@@ -45,6 +45,7 @@ class DistributedTransformerLMHead(DistributedModule):
     gather_logits: False: with labels (loss, None) is returned; without them this rank's slice of the
         vocabulary.
     embedding_scale: factor on word embeddings.
+    padding_idx: the token whose word embedding gets no gradient from being looked up.
     """
 
     @spelled_out(StackOptions)
@@ -78,6 +79,7 @@ class DistributedTransformerLMHead(DistributedModule):
         distribute_embedding: bool = False,
         gather_logits: bool = True,
         embedding_scale: float | None = None,
+        padding_idx: int | None = None,
         shift_labels: bool = True,
         attention_windows: Sequence[int | None] | None = None,
         nested: bool = False,
@@ -97,12 +99,14 @@ class DistributedTransformerLMHead(DistributedModule):
         sliced = keeps_hidden_sliced()
 
         def table(num_rows: int, words: bool = False) -> nn.Module:
+            padding = padding_idx if words else None
             if not distribute_embedding:
-                return OwnEmbedding(num_rows, hidden_size, initializer_range)
+                return OwnEmbedding(num_rows, hidden_size, initializer_range, padding)
             split = "vocabulary" if words else "embedding" if sliced else None
             return DistributedEmbedding(
                 num_rows,
                 hidden_size,
+                padding,
                 initializer_range=initializer_range,
                 split=split,  # type: ignore[arg-type]
                 nested=True,
@@ -298,16 +302,20 @@ class OwnEmbedding(DistributedModule, nn.Embedding):
 
     scaled_batch = False
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, initializer_range: float) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, initializer_range: float, padding_idx: int | None = None
+    ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = None
+        self.padding_idx = padding_index(padding_idx, num_embeddings)
         self.max_norm = None
         self.norm_type = 2.0
         self.scale_grad_by_freq = False
         self.sparse = False
-        self.add_parameter("weight", (num_embeddings, embedding_dim), normal(initializer_range))
+        self.add_parameter(
+            "weight", (num_embeddings, embedding_dim), table_init(initializer_range, self.padding_idx)
+        )
 
 
 class HiddenDropout(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shardwright.errors import ConfigError
 from shardwright.tensor_parallel import batch, randomness
 from shardwright.tensor_parallel.module import DistributedModule, keeps_hidden_sliced
-from shardwright.tensor_parallel.nn.functional import column_linear, row_linear
+from shardwright.tensor_parallel.nn.functional import column_linear, row_linear, row_linear_of
 from shardwright.tensor_parallel.nn.linear import SlicedLinear
-from shardwright.tensor_parallel.nn.norm import make_norm
+from shardwright.tensor_parallel.nn.norm import apply_norm, make_norm
 from shardwright.tensor_parallel.nn.options import Norm
 from shardwright.tensor_parallel.nn.residual import add_residual, check_norms
 
@@ -126,14 +126,20 @@ class DistributedTransformerOutputLayer(DistributedModule):
         if not self.nested:
             (hidden,) = self.enter(hidden)
         residual = hidden
-        if self.pre_layernorm is not None:
-            hidden = self.pre_layernorm(hidden)
-        hidden = row_linear(
-            randomness.dropout(self._expand(hidden), self.intermediate_dropout_prob, self.training, split=True),
-            self.dense2.weight,
-            self.dense2.bias,
-            leave="hidden" if self.sliced else "whole",
+        hidden, source = apply_norm(self.pre_layernorm, hidden)
+        wide = column_linear(
+            hidden,
+            [layer.weight for layer in self._first],
+            [layer.bias for layer in self._first],
+            sliced=self.sliced,
+            source=source,
         )
+        weight, bias = self.dense2.weight, self.dense2.bias
+        if self.training and self.intermediate_dropout_prob:
+            dropped = randomness.dropout(self._combine(*wide), self.intermediate_dropout_prob, True, split=True)
+            hidden = row_linear(dropped, weight, bias, leave="hidden" if self.sliced else "whole")
+        else:
+            hidden = row_linear_of(self._combine, wide, weight, bias, sliced=self.sliced)
         hidden = randomness.dropout(hidden, self.hidden_dropout_prob, self.training, split=self.sliced)
         if self.residual:
             hidden = add_residual(hidden, residual, self.fp32_residual_addition)
@@ -141,11 +147,11 @@ class DistributedTransformerOutputLayer(DistributedModule):
             hidden = self.layernorm(hidden)
         return hidden if self.nested else self.leave(hidden)
 
-    def _expand(self, hidden: Tensor) -> Tensor:
-        """[..., intermediate / tp]"""
-        up, gate = self.dense1, self.dense1_gate
-        if gate is None:
-            (wide,) = column_linear(hidden, [up.weight], [up.bias], sliced=self.sliced)
-            return self._activate(wide)
-        opening, wide = column_linear(hidden, [gate.weight, up.weight], [gate.bias, up.bias], sliced=self.sliced)
-        return self._activate(opening) * wide
+    @property
+    def _first(self) -> list[SlicedLinear]:
+        return [self.dense1] if self.dense1_gate is None else [self.dense1_gate, self.dense1]
+
+    def _combine(self, *wide: Tensor) -> Tensor:
+        """[..., intermediate / tp] of one projection, or of gate and value."""
+        opened = self._activate(wide[0])
+        return opened if len(wide) == 1 else opened * wide[1]

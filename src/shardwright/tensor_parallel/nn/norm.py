@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwright.tensor_parallel.module import DistributedModule, check_divisible, tp_size
+from shardwright.tensor_parallel.module import DistributedModule, check_divisible, parameter_dtype, tp_size
+from shardwright.tensor_parallel.nn.functional import Source, affine
 from shardwright.tensor_parallel.nn.options import Norm
 from shardwright.transport import differentiable as comm
 
@@ -31,7 +32,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.size = size
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size, dtype=parameter_dtype()))
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -65,8 +66,14 @@ class DistributedLayerNorm(DistributedModule, FusedLayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         if tp_size() == 1:
             return super().forward(input)
-        result: Tensor = _LayerNormSliced.apply(input, self.weight, self.bias, self.eps)
-        return result
+        return self.with_source(input)[0]
+
+    def with_source(self, x: Tensor) -> tuple[Tensor, Source | None]:
+        """Return the output, and what it can be computed from again (None with one rank)."""
+        if tp_size() == 1:
+            return self(x), None
+        normed, normal = _LayerNormSliced.apply(x, self.weight, self.bias, self.eps)
+        return normed, (normal, self.weight, self.bias)
 
 
 class DistributedRMSNorm(DistributedModule):
@@ -87,14 +94,35 @@ class DistributedRMSNorm(DistributedModule):
     def forward(self, x: Tensor) -> Tensor:
         if tp_size() == 1:
             return rms_norm(x, self.weight, self.eps)
+        return self.with_source(x)[0]
+
+    def with_source(self, x: Tensor) -> tuple[Tensor, Source | None]:
+        """Return the output, and what it can be computed from again (None with one rank)."""
+        if tp_size() == 1:
+            return self(x), None
         normal: Tensor = _RMSSliced.apply(x, self.size, self.eps)
-        return self.weight * normal
+        return affine(normal, self.weight, None), (normal.detach(), self.weight, None)
+
+
+def apply_norm(norm: nn.Module | None, x: Tensor) -> tuple[Tensor, Source | None]:
+    """Apply a norm, if there is one, and return its output with the source that `column_linear` takes."""
+    if norm is None:
+        return x, None
+    if isinstance(norm, (DistributedLayerNorm, DistributedRMSNorm)) and not _is_hooked(norm):
+        return norm.with_source(x)
+    return norm(x), None
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to see the call, or what it returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def make_norm(kind: Norm, size: int, eps: float, *, sliced: bool) -> nn.Module:
     """Return a norm over hidden states that are whole, or sliced over the tp ranks."""
+    dtype = parameter_dtype()
     if kind == "layernorm":
-        return DistributedLayerNorm(size, eps) if sliced else FusedLayerNorm(size, eps)
+        return DistributedLayerNorm(size, eps) if sliced else FusedLayerNorm(size, eps, dtype=dtype)
     if kind == "rmsnorm":
         return DistributedRMSNorm(size, eps) if sliced else RMSNorm(size, eps)
     raise ValueError(f"'norm' is {kind!r}, expected 'layernorm' or 'rmsnorm'")
@@ -105,7 +133,7 @@ class _LayerNormSliced(torch.autograd.Function):
     variance of their means (Chan et al. 1979), which loses no digits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         flat = x.reshape(-1, x.shape[-1]).float()
         size = flat.shape[1] * comm.size()
         mean = flat.mean(-1)
@@ -116,15 +144,18 @@ class _LayerNormSliced(torch.autograd.Function):
         variance = squares.sum(0).div_(size).add_(between)
         inverse = variance.add_(eps).rsqrt_().unsqueeze(1)
         normal = centred.add_((mean - total_mean).unsqueeze(1)).mul_(inverse)
-        ctx.save_for_backward(normal.to(x.dtype), inverse, weight)
+        normal = normal.to(x.dtype).view(x.shape)
+        ctx.save_for_backward(normal, inverse, weight)
+        ctx.mark_non_differentiable(normal)
+        ctx.set_materialize_grads(False)
         ctx.bias_dtype = bias.dtype
-        return torch.addcmul(bias.float(), normal, weight.float()).to(x.dtype).view(x.shape)
+        return affine(normal, weight, bias), normal
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         normal, inverse, weight = ctx.saved_tensors
-        normal = normal.float()
+        normal = normal.float().view(-1, normal.shape[-1])
         flat = grad.reshape(normal.shape).float()
         scale = weight.float()
         product = flat * normal

@@ -13,7 +13,9 @@ goes. Modules and tensors among the arguments are held weakly: a record keeps no
 from __future__ import annotations
 
 import functools
+import inspect
 import secrets
+import sys
 import weakref
 from dataclasses import dataclass
 from itertools import count
@@ -178,12 +180,24 @@ def _inherit(method: Any) -> Any:
     return inheriting
 
 
+class _ConstructorSignature:
+    """`inspect.signature(cls)` before Python 3.11: it prefers an inherited `__new__` to an inherited `__init__`."""
+
+    def __get__(self, module: nn.Module | None, cls: type) -> inspect.Signature:
+        if module is not None:
+            raise AttributeError("__signature__")
+        found = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return found.replace(parameters=list(found.parameters.values())[1:])
+
+
 def _install() -> None:
     for name, wrap in (("__init__", _confirm), ("__setstate__", _inherit)):
         method = getattr(nn.Module, name)
         if not hasattr(method, "_shardwright_records"):
             setattr(nn.Module, name, wrap(method))
     nn.Module.__new__ = staticmethod(_new)  # type: ignore[assignment,method-assign]
+    if sys.version_info < (3, 11):
+        nn.Module.__signature__ = _ConstructorSignature()
 
 
 _install()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import subprocess
@@ -152,6 +153,19 @@ def test_a_constructor_that_raises_leaves_nothing() -> None:
             Dense()  # type: ignore[call-arg]
     gc.collect()
     assert len(construction._records) == before
+
+
+def test_signatures_of_classes_stay_what_they_were() -> None:
+    class Child(Dense):
+        pass
+
+    for cls in (Dense, Child):
+        assert list(inspect.signature(cls).parameters) == ["num_inputs", "num_outputs", "bias"]
+    assert list(inspect.signature(Child(2)).parameters) == ["args", "kwargs"]
+    older = construction._ConstructorSignature()  # what Python 3.10 is given
+    assert older.__get__(None, Child) == inspect.signature(Dense)
+    with pytest.raises(AttributeError):
+        older.__get__(Child(2), Child)
 
 
 def test_forget() -> None:

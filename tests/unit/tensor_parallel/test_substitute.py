@@ -403,5 +403,21 @@ def test_from_config_with_initialisation_switched_off_is_drawn_fresh(
     assert {p.dtype for p in root.parameters()} == {torch.float64}
 
 
+def test_embeddings_resized_after_marking(tiny: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = tiny
+    monkeypatch.setattr(registry, "_finders", [families.find])
+    smp.set_tensor_parallelism(model)
+    model.resize_token_embeddings(110)
+    tokens = torch.tensor([[3, 105, 7]])
+    with torch.no_grad():
+        wanted = model(input_ids=tokens).logits
+    wrapper = nn.Sequential(model)  # a script's own fp16 module, for example
+    _, report = substitute(wrapper)
+    assert [found.name for found in report.replaced] == ["0"]
+    with torch.no_grad():
+        torch.testing.assert_close(wrapper[0](input_ids=tokens).logits, wanted, rtol=1e-5, atol=1e-5)
+    assert wrapper[0].word_embedding.weight.shape == (110, 32)
+
+
 def modeling_utils() -> Any:
     return pytest.importorskip("transformers.modeling_utils")

@@ -221,3 +221,25 @@ def run_hooked(optimize: str) -> int:
 
 def test_hooks_on_norms_are_called(pool2: RankPool) -> None:
     assert pool2.run(run_hooked, "memory", config=ref.config(2, "memory")) == [1, 1]
+
+
+def run_refusals() -> list[str]:
+    """What a degree of two can't share, refused when the module is built; the messages."""
+    attempts: list[Any] = [
+        lambda: DistributedAttentionLayer(3, 11, 33),
+        lambda: DistributedTransformerLayer(2, 3, 33, pre_layernorm=True),
+        lambda: DistributedMixtureOutputLayer(8, 4, num_experts=1, experts_per_token=1, split_experts="experts"),
+    ]
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(ValueError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ff01_impossible_degrees_are_refused_at_once(pool2: RankPool) -> None:
+    for heads, hidden, experts in pool2.run(run_refusals, config=ref.config(2, "memory")):
+        assert "'num_attention_heads' is 3, expected a multiple of 'tensor_parallel_degree' (2)" in heads
+        assert "'hidden_size' is 33, expected a multiple of 'tensor_parallel_degree' (2)" in hidden
+        assert "'num_experts' is 1, expected at least 'tensor_parallel_degree' (2)" in experts

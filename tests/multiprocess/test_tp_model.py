@@ -213,6 +213,32 @@ def test_fresh_weights_do_not_depend_on_the_degree(pool2: RankPool, pool4: RankP
         assert same(found, one)
 
 
+def _save_folder(name: str, blocks: bool, folder: str) -> None:
+    case = Case(name, blocks=blocks)
+    made = tp_parity.build(case)
+    model = smp.DistributedModel(made.model)
+    if smp.pp_size() > 1:
+        train_step(model, batch(), 0.0)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("gpt2", False), ("gpt2", True), ("gpt2_untied", False)])
+@pytest.mark.parametrize("layout", ["two", "square"])
+def test_saved_folders_load_in_plain_transformers(
+    name: str, blocks: bool, layout: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    from transformers import GPT2LMHeadModel
+
+    pool, config = ("pool2", {**TWO, "optimize": "memory"}) if layout == "two" else ("pool4", SQUARE)
+    request.getfixturevalue(pool).run(_save_folder, name, blocks, str(tmp_path), config=config)
+    loaded, report = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert same(loaded.state_dict(), plain_state(name=name))
+    tied = loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert tied is (name == "gpt2")
+
+
 # -- FF-18: fused projections -----------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import xxhash
@@ -201,12 +203,28 @@ def _take_over(module: nn.Module, made: nn.Module) -> None:
     config = module.__dict__.get("config")
     if config is not None and not hasattr(made, "config"):
         made.config = config
+        if hasattr(module, "save_pretrained") and not hasattr(made, "save_pretrained"):
+            made.__dict__["save_pretrained"] = partial(_save_as, type(module), config)
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         if getattr(module, name):
             setattr(made, name, getattr(module, name))  # the same object: handles go on to work
             for more in (f"{name}_with_kwargs", f"{name}_always_called"):
                 if hasattr(module, more):
                     setattr(made, more, getattr(module, more))
+
+
+def _save_as(cls: Callable[[Any], Any], config: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+    """The original's `save_pretrained`, for weights in the original's names; its own are not needed.
+
+    Raises: UsageError without them: those of the distributed module are slices in other names.
+    """
+    if state_dict is None:
+        raise UsageError(
+            "a distributed module can't save itself", remedy="call save_pretrained() of the wrapped model, on all ranks"
+        )
+    with torch.device("meta"):
+        shell = cls(config)
+    return shell.save_pretrained(*args, state_dict=state_dict, **kwargs)
 
 
 class _Weights:

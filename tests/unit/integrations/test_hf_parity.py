@@ -57,3 +57,32 @@ def test_single_layers(case: str, attention: str) -> None:
     if not has_attention(case, attention):
         pytest.skip("transformers has no such attention for this family")
     check(case, ("layer",), attention)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("case", [*DECODERS, *ENCODERS, "vit", "t5_gated"])
+def test_bfloat16(case: str, autocast: bool) -> None:
+    model = hf_models.make(case)
+    if not autocast:
+        model = model.bfloat16()
+    batch = batch_of(case)
+    if not autocast:
+        batch = {name: v.bfloat16() if v.is_floating_point() else v for name, v in batch.items()}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(next(model.parameters()).dtype)
+    try:
+        distributed = distribute(copy.deepcopy(model), (*WHOLE, "layer"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = step(distributed.model, batch, distributed.gradients)
+            expected = plain_step(model, batch)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.result.dtype == expected.result.dtype
+    scale = float(expected.result.abs().max())
+    off = (found.result - expected.result).flatten(0, -2).abs().amax(-1) > 0.05 * scale
+    # A token whose experts are nearly equally good may go to others after rounding.
+    assert float(off.float().mean()) <= (0.1 if case.startswith("mixtral") else 0.0)
+    assert abs(float(found.loss) - float(expected.loss)) < 0.02 * abs(float(expected.loss))
+    for name, gradient in expected.gradients.items():
+        assert found.gradients[name].dtype == gradient.dtype, name
+        assert bool(found.gradients[name].isfinite().all()), name

@@ -117,3 +117,35 @@ def run_continued() -> tuple[Tensor, Tensor]:
 def test_state_can_be_kept(pool2: RankPool) -> None:
     for first, second in pool2.run(run_continued, config=ref.config(2)):
         assert torch.equal(first, second)
+
+
+def run_attention() -> list[Tensor]:
+    torch.manual_seed(3 + context.world().rank)
+    layer = DistributedTransformerLayer(4, 4, 16, 32, 0.5, 0.5, causal_mask_size=8)
+    assert layer.attention.recompute == context.world().config.checkpoint_attentions
+    torch.manual_seed(9)
+    randomness.begin(4)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    (layer((x, None))[0].cumsum(0).sin()).sum().backward()
+    return [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+def test_checkpoint_attentions_changes_no_gradient(pool2: RankPool, optimize: str) -> None:
+    config = ref.config(2, optimize)
+    kept = pool2.run(run_attention, config=config)
+    recomputed = pool2.run(run_attention, config={**config, "checkpoint_attentions": True})
+    for grads, again in zip(kept, recomputed, strict=True):
+        assert len(grads) == 16
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+def run_half() -> set[torch.dtype]:
+    model = _model()
+    return {parameter.dtype for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+def test_fp16_params(pool2: RankPool, optimize: str) -> None:
+    found = pool2.run(run_half, config={**ref.config(2, optimize), "fp16_params": True})
+    assert found == [{torch.float16}, {torch.float16}]

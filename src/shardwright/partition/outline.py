@@ -138,7 +138,8 @@ def _anchors(tree: ModuleTree, keys: dict[str, tuple[int, int]], join_ties: bool
     """
     groups = Groups()
     for group in tree.welds():
-        groups.join(group)
+        if any(tree.nodes[name].parameters for name in group):  # the others follow their parents anyway
+            groups.join(group)
     if join_ties:
         for group in tree.ties():
             groups.join(group)

@@ -105,6 +105,13 @@ def prescaled_batch() -> bool:
     return context.is_initialized() and context.world().config.prescaled_batch
 
 
+def parameter_dtype() -> torch.dtype:
+    """Return the dtype in which distributed modules create parameters: float16 with `fp16_params`."""
+    if context.is_initialized() and context.world().config.fp16_params:
+        return torch.float16
+    return torch.get_default_dtype()
+
+
 def check_divisible(name: str, size: int, what: str = "tensor_parallel_degree") -> None:
     """Raise ConfigError if a size can't be shared equally by the tp ranks.
 
@@ -141,17 +148,17 @@ def fresh(spec: ShardSpec, rank: int, init: Init) -> Tensor:
     Called by: every rank of the tp group. Collectives: one broadcast of the seed. On the meta device, or
     within `without_initial_values`: none, and no values.
     """
-    device = torch.empty(0).device
+    device, dtype = torch.empty(0).device, parameter_dtype()
     if device.type == "meta" or not _initialise:
-        return torch.empty(spec.local_shape(rank))
+        return torch.empty(spec.local_shape(rank), dtype=dtype)
     if isinstance(init, float):
-        return torch.full(spec.local_shape(rank), init)
+        return torch.full(spec.local_shape(rank), init, dtype=dtype)
     generator = torch.Generator("cpu")
     generator.manual_seed(_common_seed())
     with torch.no_grad():
         full = torch.empty(spec.full_shape, device="cpu")
         init(full, generator)
-        return spec.slice_of(full, rank).to(device, copy=True, memory_format=torch.contiguous_format)
+        return spec.slice_of(full, rank).to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _common_seed() -> int:

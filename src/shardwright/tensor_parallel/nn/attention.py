@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import ConfigError, UsageError
 from shardwright.sharding.slices import covering_ranges, even_ranges, overlapping, scaled_ranges
@@ -26,6 +27,7 @@ from shardwright.tensor_parallel.nn.linear import SlicedLinear
 from shardwright.tensor_parallel.nn.norm import RMSNorm, apply_norm, make_norm, rms_norm
 from shardwright.tensor_parallel.nn.options import Norm
 from shardwright.tensor_parallel.nn.residual import add_residual, check_norms
+from shardwright.topology import context
 from shardwright.transport import differentiable as comm
 
 
@@ -109,6 +111,7 @@ class DistributedAttentionLayer(DistributedModule):
         self.rotary_interleaved = rotary_interleaved
         self.rotary_scale = rotary_scale
         self.window_size = window_size
+        self.recompute = context.is_initialized() and context.world().config.checkpoint_attentions
         self.residual = residual
         self.return_normed = return_normed
         self._share_heads(num_attention_heads, num_key_value_heads)
@@ -195,8 +198,11 @@ class DistributedAttentionLayer(DistributedModule):
         query, key, value = self._project(normed, None if self.return_normed else source, states, position_ids)
         if self.relative_bias is not None:
             mask = self._with_relative_bias(mask, query, key)
-        context = self._attend(query, key, value, mask)
-        hidden = row_linear(context, self.dense.weight, self.dense.bias, leave="hidden" if self.sliced else "whole")
+        if self.recompute and self.training and torch.is_grad_enabled() and not comm.is_silent(query):
+            attended = checkpoint(self._attend, query, key, value, mask, use_reentrant=False)
+        else:
+            attended = self._attend(query, key, value, mask)
+        hidden = row_linear(attended, self.dense.weight, self.dense.bias, leave="hidden" if self.sliced else "whole")
         hidden = randomness.dropout(hidden, self.hidden_dropout_prob, self.training, split=self.sliced)
         if self.residual:
             hidden = add_residual(hidden, residual, self.fp32_residual_addition)

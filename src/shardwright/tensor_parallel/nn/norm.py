@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwright.tensor_parallel.module import DistributedModule, check_divisible, tp_size
+from shardwright.tensor_parallel.module import DistributedModule, check_divisible, parameter_dtype, tp_size
 from shardwright.tensor_parallel.nn.functional import Source, affine
 from shardwright.tensor_parallel.nn.options import Norm
 from shardwright.transport import differentiable as comm
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.size = size
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size, dtype=parameter_dtype()))
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -120,8 +120,9 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def make_norm(kind: Norm, size: int, eps: float, *, sliced: bool) -> nn.Module:
     """Return a norm over hidden states that are whole, or sliced over the tp ranks."""
+    dtype = parameter_dtype()
     if kind == "layernorm":
-        return DistributedLayerNorm(size, eps) if sliced else FusedLayerNorm(size, eps)
+        return DistributedLayerNorm(size, eps) if sliced else FusedLayerNorm(size, eps, dtype=dtype)
     if kind == "rmsnorm":
         return DistributedRMSNorm(size, eps) if sliced else RMSNorm(size, eps)
     raise ValueError(f"'norm' is {kind!r}, expected 'layernorm' or 'rmsnorm'")

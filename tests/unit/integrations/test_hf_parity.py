@@ -19,6 +19,24 @@ WHOLE = ("lm_head", "model", "encoder")
 DECODERS = [case for case in hf_models.CASES if not case.startswith(("bert", "roberta", "vit", "t5"))]
 ENCODERS = ["bert", "bert_decoder", "roberta"]
 
+# Run always; the other combinations are variations of these and belong to the long matrix.
+QUICK = {"gpt2", "gptj", "gptneo", "gptneox", "llama", "mistral", "qwen3", "mixtral", "bert", "vit", "t5"}
+
+
+def combinations(cases: list[str]) -> list[object]:
+    """Every case with every attention implementation: eager masks for the long matrix, except where only they exist."""
+    return [
+        pytest.param(
+            case,
+            attention,
+            id=f"{case}-{attention}",
+            marks=() if case in QUICK and (attention == "sdpa" or case in ("gptneo", "t5")) else pytest.mark.heavy,
+        )
+        for case in cases
+        for attention in ("eager", "sdpa")
+    ]
+
+
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
@@ -46,22 +64,21 @@ def check(case: str, kinds: tuple[str, ...], attention: str, training: bool = Tr
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("case", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize(("case", "attention"), combinations([*DECODERS, *ENCODERS]))
 def test_outermost_modules(case: str, attention: str) -> None:
     if not has_attention(case, attention):
         pytest.skip("transformers has no such attention for this family")
     check(case, WHOLE, attention)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("case", hf_models.CASES)
+@pytest.mark.parametrize(("case", "attention"), combinations(list(hf_models.CASES)))
 def test_single_layers(case: str, attention: str) -> None:
     if not has_attention(case, attention):
         pytest.skip("transformers has no such attention for this family")
     check(case, ("layer",), attention)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("case", [*DECODERS, *ENCODERS, "vit", "t5_gated"])
 def test_bfloat16(case: str, autocast: bool) -> None:

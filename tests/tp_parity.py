@@ -276,7 +276,9 @@ def check(case: Case, ranks: Sequence[RankRun], truth: reference.Run) -> None:
             if name not in run.weights:
                 failures.append(f"rank {number}: no weight {name}")
             else:
-                failures += _differences(f"weight {name}, rank {number}", run.weights[name], weight, largest, WEIGHT_REL)
+                failures += _differences(
+                    f"weight {name}, rank {number}", run.weights[name], weight, largest, WEIGHT_REL
+                )
         if not all(torch.equal(ranks[0].weights[n], w) for n, w in run.weights.items()):
             failures.append(f"rank {number}: whole weights differ from rank 0's")
     assert not failures, f"{len(failures)} differences:\n" + "\n".join(failures[:20])

@@ -17,6 +17,7 @@ from shardwright.tensor_parallel.nn.functional import column_linear
 from shardwright.tensor_parallel.nn.mixture import DistributedMixtureOutputLayer
 from shardwright.tensor_parallel.nn.mlp import DistributedTransformerOutputLayer
 from shardwright.tensor_parallel.nn.transformer import DistributedTransformer, DistributedTransformerLayer
+from shardwright.topology import context
 
 HIDDEN, HEADS, HEAD, LENGTH, SAMPLES = 12, 4, 5, 6, 3
 PRE: dict[str, Any] = {"pre_layernorm": True, "post_layernorm": False}
@@ -221,3 +222,45 @@ def run_hooked(optimize: str) -> int:
 
 def test_hooks_on_norms_are_called(pool2: RankPool) -> None:
     assert pool2.run(run_hooked, "memory", config=ref.config(2, "memory")) == [1, 1]
+
+
+def run_refusals() -> list[str]:
+    """What a degree of two can't share, refused when the module is built; the messages."""
+    attempts: list[Any] = [
+        lambda: DistributedAttentionLayer(3, 11, 33),
+        lambda: DistributedTransformerLayer(2, 3, 33, pre_layernorm=True),
+        lambda: DistributedMixtureOutputLayer(8, 4, num_experts=1, experts_per_token=1, split_experts="experts"),
+    ]
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(ValueError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ff01_impossible_degrees_are_refused_at_once(pool2: RankPool) -> None:
+    for heads, hidden, experts in pool2.run(run_refusals, config=ref.config(2, "memory")):
+        assert "'num_attention_heads' is 3, expected a multiple of 'tensor_parallel_degree' (2)" in heads
+        assert "'hidden_size' is 33, expected a multiple of 'tensor_parallel_degree' (2)" in hidden
+        assert "'num_experts' is 1, expected at least 'tensor_parallel_degree' (2)" in experts
+
+
+def run_counted() -> tuple[int, int]:
+    """Collectives of one layer inside a stack, forward and backward."""
+    layer = DistributedTransformerLayer(HEADS, HEAD, HIDDEN, 20, pre_layernorm=True, post_layernorm=False, nested=True)
+    layer.eval()
+    here = context.world()
+    own = HIDDEN // here.table.degrees.tp if here.config.optimize == "memory" else HIDDEN
+    x = torch.randn(2, LENGTH, own, requires_grad=True)
+    start = here.groups.count_call("tp")
+    output, _ = layer((x, None))
+    middle = here.groups.count_call("tp")
+    output.sum().backward()
+    return middle - start - 1, here.groups.count_call("tp") - middle - 1
+
+
+def test_collectives_of_a_layer(pool2: RankPool) -> None:
+    assert pool2.run(run_counted, config=ref.config(2, "speed")) == [(2, 2)] * 2
+    # a gather and a scatter around each half, norms' numbers; in backward each gathered input once more
+    assert pool2.run(run_counted, config=ref.config(2, "memory")) == [(6, 8)] * 2

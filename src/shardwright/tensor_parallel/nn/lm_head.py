@@ -313,9 +313,7 @@ class OwnEmbedding(DistributedModule, nn.Embedding):
         self.norm_type = 2.0
         self.scale_grad_by_freq = False
         self.sparse = False
-        self.add_parameter(
-            "weight", (num_embeddings, embedding_dim), table_init(initializer_range, self.padding_idx)
-        )
+        self.add_parameter("weight", (num_embeddings, embedding_dim), table_init(initializer_range, self.padding_idx))
 
 
 class HiddenDropout(nn.Module):

@@ -35,6 +35,8 @@ HEAVY = [
     Case("qwen3", pp=2, optimize="memory"),
     Case("mixtral", pp=2),
     Case("vit", pp=2),
+    Case("t5", pp=2),  # the first block's position bias travels over stages
+    Case("t5", pp=2, optimize="memory", prescaled=True),
     Case("gpt2", blocks=True, optimize="memory"),
     Case("gpt2", pp=2, blocks=True),
     Case("gpt2", pp=2, blocks=True, prescaled=True, partition="manual", placement="PTD"),

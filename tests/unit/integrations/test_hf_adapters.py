@@ -267,3 +267,16 @@ def test_bare_bert_fills_types_and_roberta_positions() -> None:
     _, forward, _ = smp.nn.huggingface.roberta.get_hf_roberta_transformer_lm_head_hooks()
     ((_, _, _, positions, _),), _ = forward(torch.tensor([[1, 1, 7, 8, 9], [5, 6, 7, 1, 1]]))
     assert positions.tolist() == [[1, 1, 2, 3, 4], [2, 3, 4, 1, 1]]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_intermediate_dropout_of_t5() -> None:
+    model = hf_models.make("t5", dropout_rate=0.3)
+    block = model.encoder.block[0]
+    assert families.find(block).arguments(block)["intermediate_dropout_prob"] == 0.3
+    layer = smp.nn.DistributedTransformerOutputLayer(
+        8, 12, 0.0, "relu", pre_layernorm=True, post_layernorm=False, mlp_bias=False, intermediate_dropout_prob=1.0
+    )
+    hidden = torch.randn(2, 3, 8)
+    assert torch.equal(layer(hidden), hidden)  # everything in between is dropped
+    assert not torch.equal(layer.eval()(hidden), hidden)

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.sharding.spec import ShardSpec
-from shardwright.tensor_parallel.module import DistributedModule, gather_full, spec_of, tp_rank, tp_size
+from shardwright.tensor_parallel.module import (
+    DistributedModule,
+    gather_full,
+    scaled_batch_of,
+    spec_of,
+    tp_rank,
+    tp_size,
+)
 
 
 class Distribution:
@@ -46,7 +53,7 @@ class Distribution:
         """Learn for each module whether its parameters act on the scaled batch; None outside of distributed ones."""
         if id(module) in self._inside:
             return
-        scaled = module.scaled_batch if isinstance(module, DistributedModule) else above
+        scaled = scaled_batch_of(module, above)
         if scaled is not None:
             self._inside[id(module)] = scaled
             if scaled:

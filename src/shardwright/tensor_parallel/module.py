@@ -31,6 +31,7 @@ Init = Union[Draw, float]  # noqa: UP007 - evaluated when this is imported
 """How a parameter begins: drawn, or one value everywhere."""
 
 _SEED_BITS = 62
+_SCALED = "_shardwright_scaled_batch"
 _initialise = True
 
 
@@ -83,6 +84,21 @@ class DistributedModule(nn.Module):
         """Take note how a direct parameter or buffer is cut."""
         if spec.dim is not None:
             self.__dict__.setdefault("_shard_specs", {})[name] = spec
+
+
+def act_on_scaled_batch(module: nn.Module) -> None:
+    """Take note that the parameters of a plain module and of its subtree act on the samples of the whole tp group.
+
+    Called by: replacement, for a model of which some modules are distributed, and the others see what they see.
+    """
+    module.__dict__[_SCALED] = True
+
+
+def scaled_batch_of(module: nn.Module, above: bool | None) -> bool | None:
+    """Return whether a module's parameters act on the scaled batch, where `above` holds for the module around it."""
+    if isinstance(module, DistributedModule):
+        return module.scaled_batch
+    return True if _SCALED in vars(module) else above
 
 
 def tp_size() -> int:

@@ -90,6 +90,7 @@ class _Registered:
 
 _registered: dict[type, _Registered] = {}
 _finders: list[Callable[[nn.Module], Family | None]] = []
+_planners: list[Callable[[nn.Module], Mapping[str, Any] | None]] = []
 
 
 def tp_register(
@@ -142,6 +143,34 @@ def register_finder(find: Callable[[nn.Module], Family | None]) -> None:
     """Let an adapter be asked for each marked module. Called by: the public face, when it is imported."""
     if find not in _finders:
         _finders.append(find)
+
+
+def register_planner(find: Callable[[nn.Module], Mapping[str, Any] | None]) -> None:
+    """Let an adapter say what a model's own plan cuts. Called by: the public face, when it is imported.
+
+    find: from a marked module to the cuts (`plan.Cut`) of the modules in it, by path; None without a plan;
+        NotImplementedError(reason) if the plan can't be served.
+    """
+    if find not in _planners:
+        _planners.append(find)
+
+
+def plan_of(module: nn.Module) -> Mapping[str, Any] | None:
+    """What a model's own plan cuts; None without one, or if a script or a family knows something inside the model.
+
+    Raises: NotReplaced with the reason, if the plan can't be served.
+    """
+    try:
+        plan = next((plan for find in _planners if (plan := find(module)) is not None), None)
+    except NotImplementedError as error:
+        if _knows_inside(module):
+            return None
+        raise NotReplaced(str(error) or "not implemented") from error
+    return None if plan is None or _knows_inside(module) else plan
+
+
+def _knows_inside(module: nn.Module) -> bool:
+    return any(type(found) in _registered or _family_of(found) is not None for found in module.modules())
 
 
 def recipe_for(module: nn.Module, options: Mapping[str, Any]) -> Recipe | None:

@@ -5,6 +5,8 @@ Rules, in this order, from the root down:
 - It is left alone, and what is below it is looked at, if a hook or an adapter declines, if a module below it was
   switched off by the script, if it shares weights with a module outside, or if sizes can't be cut. Every case is
   logged with its reason.
+- Where no distributed version is known of a model or of anything in it, but it carries a tensor parallel plan, the
+  modules that the plan names are replaced; see `plan`. A model that declines its plan isn't asked again further down.
 - The degree doesn't matter: with tensor_parallel_degree 1 modules are replaced as well.
 
 Weights are carried over, so that the model computes what it did before; see `_Weights` for when they are fresh.
@@ -25,7 +27,15 @@ from torch import Tensor, nn
 from shardwright.errors import ConfigError, ShapeError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.tensor_parallel import construction, registry, scope
-from shardwright.tensor_parallel.module import load_full, spec_of, tp_size, without_initial_values
+from shardwright.tensor_parallel.module import (
+    act_on_scaled_batch,
+    load_full,
+    spec_of,
+    tp_size,
+    without_initial_values,
+)
+from shardwright.tensor_parallel.nn.planned import sum_gradients
+from shardwright.tensor_parallel.plan import resolve
 from shardwright.tensor_parallel.registry import NotReplaced, Recipe, Renaming
 from shardwright.transport import collectives, objects
 
@@ -100,6 +110,7 @@ class _Substitution:
         self.report = Report()
         self._on_replaced = on_replaced
         self._seen: set[int] = set()
+        self._without_plan: set[int] = set()
         self._slots: dict[int, list[tuple[nn.Module, str]]] = {}
         self._holders: dict[int, dict[int, str]] = {}
         for name, module in root.named_modules():
@@ -140,8 +151,9 @@ class _Substitution:
         try:
             recipe = registry.recipe_for(module, mark.options)
             if recipe is None:
-                return False
-            self._check_free(name, module, mark)
+                return id(module) not in self._without_plan and self._follow_plan(name, module, mark)
+            self._check_switches(module, mark)
+            self._check_shared(module)
             made, fresh = _Weights(module, recipe, mark).build()
         except NotReplaced as declined:
             reason = str(declined)
@@ -164,23 +176,63 @@ class _Substitution:
                 )
             )
             return True
+        if recipe is None:
+            self._without_plan.update(id(found) for found in module.modules())
         built_in = recipe is not None and recipe.built_in
         self.report.kept.append(Kept(name, type(module).__name__, reason, by_size, built_in))
         return False
 
-    def _check_free(self, name: str, module: nn.Module, mark: scope.Mark) -> None:
-        """Raise NotReplaced if a module below is switched off, or weights are shared with a module outside."""
-        inside = {id(found) for found in module.modules()}
+    def _follow_plan(self, name: str, module: nn.Module, mark: scope.Mark) -> bool:
+        """Replace what the model's own plan names; everything is built before anything is put in place."""
+        plan = registry.plan_of(module)
+        if plan is None:
+            return False
+        self._check_switches(module, mark)
+        resolved = resolve(module, plan, self._shared_outside(module))
+        originals = {path: module.get_submodule(path) for path in resolved.recipes}
+        built = {
+            path: _Weights(originals[path], recipe, mark).build() for path, recipe in resolved.recipes.items()
+        }
+        for first, *others in resolved.ties:
+            for other in others:
+                built[other][0].weight = built[first][0].weight
+        start = f"{name}." if name else ""
+        for path, (made, fresh) in built.items():
+            self._put(originals[path], made)
+            original, distributed = type(originals[path]).__name__, type(made).__name__
+            self.report.replaced.append(Replaced(start + path, original, distributed, fresh=fresh))
+        for path in resolved.summed:
+            sum_gradients(module.get_submodule(path))
+        for path, reason in resolved.kept.items():
+            self.report.kept.append(Kept(start + path, type(module.get_submodule(path)).__name__, reason))
+        act_on_scaled_batch(module)
+        return True
+
+    def _check_switches(self, module: nn.Module, mark: scope.Mark) -> None:
+        """Raise NotReplaced if a module below is switched off."""
         marks = {"": mark}
         for path, found in module.named_modules():
             if path:
                 marks[path] = scope.own_mark(found, marks[path.rpartition(".")[0]])
                 if not marks[path].enabled:
                     raise NotReplaced(f"the script switched off '{path}' inside it")
+
+    def _check_shared(self, module: nn.Module) -> None:
+        """Raise NotReplaced if weights are shared with a module outside."""
+        outside = self._shared_outside(module)
         for path, parameter in module.named_parameters():
-            outside = [n for holder, n in self._holders[id(parameter)].items() if holder not in inside]
-            if outside:
-                raise NotReplaced(f"its weight '{path}' is shared with '{outside[0]}'")
+            if id(parameter) in outside:
+                raise NotReplaced(f"its weight '{path}' is shared with '{outside[id(parameter)]}'")
+
+    def _shared_outside(self, module: nn.Module) -> dict[int, str]:
+        """The first module outside that holds a parameter too, by the parameter's id."""
+        inside = {id(found) for found in module.modules()}
+        found: dict[int, str] = {}
+        for parameter in module.parameters():
+            for holder, name in self._holders[id(parameter)].items():
+                if holder not in inside:
+                    found.setdefault(id(parameter), name)
+        return found
 
     def _put(self, module: nn.Module, made: nn.Module) -> None:
         """Everywhere in the model, the new module stands in place of the old one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from shardwright.engine.state import state
 from shardwright.integrations.huggingface import families as _families
 from shardwright.integrations.huggingface import output_capture as _output_capture
+from shardwright.integrations.huggingface import plan as _plan
 from shardwright.tensor_parallel import registry as _registry
 from shardwright.torch import (
     _not_built,
@@ -194,3 +195,4 @@ delayed_parameter_initialization = delay_param_initialization
 
 _output_capture.install()
 _registry.register_finder(_families.find)
+_registry.register_planner(_plan.find)

@@ -1,0 +1,149 @@
+"""Models cut by the tensor parallel plan that they carry compute what transformers computes in one process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plan_models
+import reference
+import tp_parity
+from harness import RankPool
+
+STEPS = 3
+MICROBATCHES = 2
+REL = 2e-5
+"""Sums over tp ranks are taken in another order than in one process."""
+WEIGHT_REL = 1e-4
+"""Three steps of Adam, which divides small gradients by small numbers, make more of a rounding."""
+
+CASES = ["olmo", "gemma", "cohere", "exaone4"]
+MORE_CASES = ["granite", "starcoder2", "olmo2", "phi", "phi3"]
+
+
+@dataclass
+class Seen:
+    """What one rank saw; whole tensors in plain names. state: what `state_dict()` gave."""
+
+    logits: Tensor | None
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    distributed: list[str] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    unscaled: int = 0
+
+
+def train(case: str) -> Seen:
+    """Train for three steps on this rank. Called on every rank after `smp.init`."""
+    import shardwright.torch as smp
+
+    plain = plan_models.make(case)
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain)
+    logits = None
+    if smp.pp_size() == 1:
+        batch = plan_models.batch_of(90 + smp.rdp_rank())
+        with torch.no_grad():
+            logits = model(**batch).logits[batch["attention_mask"].bool()]
+    optimizer = smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
+
+    @smp.step
+    def train_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = plan_models.loss_of(model, batch)
+        model.backward(loss)
+        return loss
+
+    seen = Seen(logits)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        batch = plan_models.batch_of(10 * step + smp.rdp_rank())
+        seen.losses.append(train_step(model, batch).stack())
+        seen.gradients.append(tp_parity.whole_gradients(model))
+        seen.norms.append(float(smp.clip_grad_norm(1e9)))
+        optimizer.step()
+    seen.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    mine = set(model.distributed_modules())
+    seen.distributed = [name for name, module in model.get_module().named_modules() if module in mine]
+    seen.unscaled = len(list(model.default_reducer_named_parameters()))
+    return seen
+
+
+@functools.cache
+def expected(case: str, num_replicas: int) -> tuple[list[Tensor], reference.Run, dict[str, Tensor]]:
+    """Logits of each replica's samples before training, the training, and the state dict after it."""
+    model = plan_models.make(case)
+    logits = []
+    for replica in range(num_replicas):
+        batch = plan_models.batch_of(90 + replica)
+        with torch.no_grad():
+            logits.append(model(**batch).logits[batch["attention_mask"].bool()])
+    data = [[plan_models.batch_of(10 * step + i) for i in range(num_replicas)] for step in range(STEPS)]
+    run = reference.run_reference(model, plan_models.loss_of, data, num_microbatches=MICROBATCHES)
+    return logits, run, dict(model.state_dict())
+
+
+def check(case: str, ranks: list[Seen], pp: int = 1, rdp: int = 1) -> None:
+    """Compare every rank with one process. Ranks: rdp outermost or innermost, told by what they saw."""
+    logits, truth, state = expected(case, rdp)
+    faults: list[str] = []
+
+    def compare(what: str, got: Tensor, want: Tensor, least: float = 0.0, rel: float = REL) -> None:
+        assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, expected {tuple(want.shape)}"
+        difference, size = float((got - want).abs().max()), max(float(want.abs().max()), least)
+        if not difference <= rel * size:
+            faults.append(f"{what}: differs by {difference:.3e} of {size:.3e}")
+
+    for number, seen in enumerate(ranks):
+        if pp == 1:
+            assert seen.distributed and seen.unscaled == 0, f"rank {number}"
+        replica = min(range(rdp), key=lambda i: float((truth.losses[0][i] - seen.losses[0]).abs().max()))
+        if seen.logits is not None:
+            compare(f"logits, rank {number}", seen.logits, logits[replica])
+        for step in range(STEPS):
+            where = f"step {step}, rank {number}"
+            compare(f"loss, {where}", seen.losses[step], truth.losses[step][replica])
+            wanted = {n: g for n, g in truth.gradients[step].items() if g is not None}
+            assert seen.gradients[step].keys() == wanted.keys()
+            largest = max(float(g.abs().max()) for g in wanted.values())
+            for name, want in wanted.items():
+                compare(f"gradient of {name}, {where}", seen.gradients[step][name], want, 1e-3 * largest)
+        assert seen.state.keys() == state.keys()
+        for name, want in state.items():
+            compare(f"weight {name}, rank {number}", seen.state[name], want, 1e-1, WEIGHT_REL)
+    assert not faults, f"{len(faults)} differences:\n" + "\n".join(faults[:20])
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tensor_parallel_degree": 2,
+        "prescaled_batch": True,
+        "microbatches": MICROBATCHES,
+        "ddp": True,
+        "log_level": "warning",
+    }
+    return {**settings, **changes}
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.heavy) for case in MORE_CASES)])
+def test_training_equals_one_process(pool2: RankPool, case: str) -> None:
+    check(case, pool2.run(train, case, config=config(), timeout_s=120))
+
+
+def test_hidden_states_are_whole_in_memory_mode_too(pool2: RankPool) -> None:
+    check("cohere", pool2.run(train, "cohere", config=config(optimize="memory"), timeout_s=120))
+
+
+@pytest.mark.parametrize("case", ["cohere", "olmo"])
+def test_training_over_stages_equals_one_process(pool4: RankPool, case: str) -> None:
+    check(case, pool4.run(train, case, config=config(pipeline_parallel_degree=2), timeout_s=120), pp=2)
+
+
+@pytest.mark.heavy
+def test_training_of_replicas_equals_one_process(pool4: RankPool) -> None:
+    check("exaone4", pool4.run(train, "exaone4", config=config(), timeout_s=120), rdp=2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 import plan_models
 import reference
 import tp_parity
-from harness import RankPool
+from harness import RankFailure, RankPool
 
 STEPS = 3
 MICROBATCHES = 2
@@ -109,6 +111,9 @@ def check(case: str, ranks: list[Seen], pp: int = 1, rdp: int = 1) -> None:
             where = f"step {step}, rank {number}"
             compare(f"loss, {where}", seen.losses[step], truth.losses[step][replica])
             wanted = {n: g for n, g in truth.gradients[step].items() if g is not None}
+            once = [wanted[name] for name, _ in plan_models.make(case).named_parameters()]
+            norm = torch.stack([gradient.norm() for gradient in once]).norm()
+            compare(f"norm, {where}", torch.tensor(seen.norms[step]), norm)
             assert seen.gradients[step].keys() == wanted.keys()
             largest = max(float(g.abs().max()) for g in wanted.values())
             for name, want in wanted.items():
@@ -147,3 +152,92 @@ def test_training_over_stages_equals_one_process(pool4: RankPool, case: str) -> 
 @pytest.mark.heavy
 def test_training_of_replicas_equals_one_process(pool4: RankPool) -> None:
     check("exaone4", pool4.run(train, "exaone4", config=config(), timeout_s=120), rdp=2)
+
+
+def in_and_out(case: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Load weights of another seed into a wrapped model, save it as transformers does, and show both state dicts."""
+    import shardwright.torch as smp
+
+    plain = plan_models.make(case)
+    other = {name: tensor + 0.01 for name, tensor in plain.state_dict().items()}
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain)
+    model.load_state_dict(other)
+    model.save_pretrained(folder)
+    return other, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("case", ["cohere", "exaone4"])
+def test_weights_travel_in_plain_names(pool2: RankPool, case: str, tmp_path: Path) -> None:
+    results = pool2.run(in_and_out, case, str(tmp_path), config=config(), timeout_s=120)
+    for given, found in results:
+        assert given.keys() == found.keys()
+        assert [name for name in given if not torch.equal(given[name], found[name])] == []
+    given, _ = results[0]
+    loaded = type(plan_models.make(case)).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert [name for name in given if not torch.equal(given[name], loaded[name])] == []
+
+
+def dropped(case: str) -> tuple[Tensor, list[str]]:
+    """Logits with dropout, and the classes of what was replaced."""
+    import shardwright.torch as smp
+
+    torch.manual_seed(7 + smp.tp_rank())
+    plain = plan_models.make(case, resid_pdrop=0.3)
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain).train()
+    with torch.no_grad():
+        logits = model(**plan_models.batch_of(0)).logits
+    return logits, [type(module).__name__ for module in model.distributed_modules()]
+
+
+def test_dropout_between_blocks_has_one_mask(pool2: RankPool) -> None:
+    (one, classes), (other, _) = pool2.run(dropped, "phi3", config=config(), timeout_s=120)
+    assert "TensorParallelDropout" in classes
+    assert torch.equal(one, other)
+
+
+def refused(case: str, changes: dict[str, Any]) -> tuple[list[str], set[str], Tensor]:
+    """What a wrap said, the classes of what was replaced all the same, and logits."""
+    import shardwright.torch as smp
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardwright.tensor_parallel.substitute")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    plain = plan_models.make(case, **changes)
+    smp.set_tensor_parallelism(plain)
+    try:
+        model = smp.DistributedModel(plain)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    with torch.no_grad():
+        logits = model(**plan_models.batch_of(0)).logits
+    return lines, {type(module).__name__ for module in model.distributed_modules()}, logits
+
+
+@pytest.mark.parametrize(
+    ("case", "prescaled", "reason"),
+    [
+        ("olmo", False, "'prescaled_batch' to be True, but it is False: set it"),
+        ("cohere_norms", True, "doesn't say how 'model.layers.0.self_attn.q_norm.weight' acts on split features"),
+    ],
+)
+def test_refused_plans_are_named_in_one_line(pool2: RankPool, case: str, prescaled: bool, reason: str) -> None:
+    settings = config(prescaled_batch=prescaled)
+    (lines, classes, logits), (_, _, other) = pool2.run(refused, case, {}, config=settings, timeout_s=120)
+    assert [line for line in lines if "plan" in line and reason in line] and sum("plan" in n for n in lines) == 1, lines
+    assert "ColumnLinear" not in classes
+    with torch.no_grad():
+        want = plan_models.make(case)(**plan_models.batch_of(0)).logits
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(other, want, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_cant_be_shared_are_an_error(pool2: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"k_proj' has 1 heads, expected a multiple .* \(2\)"):
+        pool2.run(refused, "olmo", {"num_key_value_heads": 1}, config=config(), timeout_s=60)

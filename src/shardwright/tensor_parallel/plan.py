@@ -27,6 +27,7 @@ summed: whole parameters whose gradients are summed over the ranks."""
 
 _DIMS: dict[Cut, int] = {"column": 0, "column_whole": 0, "vocabulary": 0, "row": 1, "row_whole": 1, "embedding": 1}
 _BETWEEN = ("column", "row", "summed")
+# Names of dropouts of attention probabilities. Every other dropout may act on whole activations: one mask for all ranks.
 _ON_SPLIT_HEADS = ("attention_dropout", "attn_dropout")
 
 
@@ -57,22 +58,24 @@ def resolve(model: nn.Module, plan: Mapping[str, Cut], outside: Mapping[int, str
             " ranks the same samples"
         )
     cuts = dict(plan)
+    config = getattr(model, "config", None)
     result = Resolved()
     _settle_ties(model, cuts, outside, result)
     for path, cut in cuts.items():
         _check_kind(path, model.get_submodule(path), cut)
     regions = _regions(model, cuts)
-    _check_heads(model, cuts, getattr(model, "config", None))
+    _check_heads(model, cuts, config)
     for path, cut in cuts.items():
         module = model.get_submodule(path)
         if cut == "summed":
             inside = [(f"{path}.{n}" if n else n or path, m) for n, m in module.named_modules()]
             result.summed += [name for name, found in inside if any(p is not None for p in found._parameters.values())]
         else:
-            result.recipes[path] = _recipe(module, cut)
+            result.recipes[path] = _recipe(module, cut, config)
     for path, module in model.named_modules():
         if type(module) is nn.Dropout and module.p > 0:
-            split = any(path.startswith(f"{region}.") for region in regions)
+            parent, _, name = path.rpartition(".")
+            split = parent in regions and name in _ON_SPLIT_HEADS
             result.recipes[path] = Recipe(TensorParallelDropout, (module.p,), {"split": split})
         else:
             _check_randomness(path, module)
@@ -116,7 +119,7 @@ def _check_kind(path: str, module: nn.Module, cut: Cut) -> None:
         raise NotReplaced(f"its tensor parallel plan names '{path}', a {type(module).__name__}, as {cut!r}")
 
 
-def _regions(model: nn.Module, cuts: Mapping[str, Cut]) -> set[str]:
+def _regions(model: nn.Module, cuts: Mapping[str, Cut]) -> list[str]:
     """Paths of the modules that hold column and row linears: in them are features of a rank's own.
 
     Raises: NotReplaced naming what would see such features but isn't named by the plan.
@@ -124,7 +127,7 @@ def _regions(model: nn.Module, cuts: Mapping[str, Cut]) -> set[str]:
     kinds: dict[str, set[Cut]] = {}
     for path, cut in cuts.items():
         kinds.setdefault(path.rpartition(".")[0], set()).add(cut)
-    regions = {path for path, found in kinds.items() if found & {"column", "row"}}
+    regions = [path for path, found in kinds.items() if found & {"column", "row"}]
     for region in regions:
         if not kinds[region] >= {"column", "row"}:
             missing = "row" if "column" in kinds[region] else "column"
@@ -189,13 +192,16 @@ def _check_randomness(path: str, module: nn.Module) -> None:
             raise NotReplaced(f"'{name}' of '{path}' is {value}: it would draw another mask on every tp rank")
 
 
-def _recipe(module: nn.Module, cut: Cut) -> Recipe:
+def _recipe(module: nn.Module, cut: Cut, config: Any) -> Recipe:
+    """What to build. Fresh weights, where the original has none, begin as the configuration says."""
+    std = getattr(config, "initializer_range", None)
+    kwargs: dict[str, Any] = {"initializer_range": std} if isinstance(std, float) else {}
     if isinstance(module, nn.Linear):
         sizes = (module.in_features, module.out_features, module.bias is not None)
         if cut in ("column", "column_whole"):
-            return Recipe(ColumnLinear, sizes, {"gather": cut == "column_whole"})
-        return Recipe(RowLinear, sizes, {"split": cut == "row_whole"})
+            return Recipe(ColumnLinear, sizes, {**kwargs, "gather": cut == "column_whole"})
+        return Recipe(RowLinear, sizes, {**kwargs, "split": cut == "row_whole"})
     assert isinstance(module, nn.Embedding)
     names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    kept = {name: getattr(module, name) for name in names}
-    return Recipe(DistributedEmbedding, (module.num_embeddings, module.embedding_dim), {**kept, "split": cut})
+    kwargs.update((name, getattr(module, name)) for name in names)
+    return Recipe(DistributedEmbedding, (module.num_embeddings, module.embedding_dim), {**kwargs, "split": cut})

@@ -31,12 +31,20 @@ class ColumnLinear(DistributedModule):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, gather: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather: bool = False,
+        initializer_range: float | None = None,
+    ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.gather = gather
-        init, init_bias = linear_init(in_features, 0.0, False)
+        init, init_bias = linear_init(in_features, initializer_range or 0.0, initializer_range is not None)
         self.add_parameter("weight", (out_features, in_features), init, 0)
         if bias:
             self.add_parameter("bias", (out_features,), init_bias, 0)
@@ -67,14 +75,22 @@ class RowLinear(DistributedModule):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, split: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        split: bool = False,
+        initializer_range: float | None = None,
+    ) -> None:
         super().__init__()
         if split:
             check_divisible("in_features", in_features)
         self.in_features = in_features
         self.out_features = out_features
         self.split = split
-        init, init_bias = linear_init(in_features, 0.0, False)
+        init, init_bias = linear_init(in_features, initializer_range or 0.0, initializer_range is not None)
         self.add_parameter("weight", (out_features, in_features), init, 1)
         if bias:
             self.add_parameter("bias", (out_features,), init_bias)

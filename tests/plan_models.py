@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +45,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"intermediate_size": 48, "tie_word_embeddings": False}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
 }
+
+# transformers 4 doesn't name the norms between columns and rows in its plans, so such models are refused.
+NORMS_BETWEEN = ("exaone4",)
+
+
+def skip_unless_served(case: str) -> None:
+    """Skip a test of a model whose plan the installed transformers leaves incomplete."""
+    import transformers
+
+    if case in NORMS_BETWEEN and int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("needs transformers 5: the plans of version 4 don't name norms")
 
 
 def make(case: str, **changes: Any) -> Any:

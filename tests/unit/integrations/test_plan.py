@@ -34,7 +34,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for place in (plan, module):
         monkeypatch.setattr(place, "tp_size", lambda: 2)
     monkeypatch.setattr(plan, "prescaled_batch", lambda: True)
-    yield
+    return
 
 
 def resolved(model: nn.Module) -> plan.Resolved:
@@ -51,6 +51,7 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("case", SERVED)
 def test_wrapped_models_compute_what_they_did(case: str) -> None:
+    plan_models.skip_unless_served(case)
     model = plan_models.make(case)
     want, names = logits(model), set(model.state_dict())
     smp.set_tensor_parallelism(model)
@@ -58,22 +59,26 @@ def test_wrapped_models_compute_what_they_did(case: str) -> None:
     root = wrapped.get_module()
     assert root is model
     classes = [type(module) for module in wrapped.distributed_modules()]
-    assert ColumnLinear in classes and RowLinear in classes
+    assert ColumnLinear in classes
+    assert RowLinear in classes
     assert not any(type(module) is nn.Linear for name, module in root.named_modules() if name != "lm_head")
     assert set(wrapped.state_dict()) == names
     torch.testing.assert_close(logits(wrapped), want, rtol=1e-5, atol=1e-5)
 
 
 def test_all_that_stays_whole_acts_on_the_scaled_batch() -> None:
+    plan_models.skip_unless_served("exaone4")
     model = plan_models.make("exaone4")
     smp.set_tensor_parallelism(model)
     wrapped = smp.DistributedModel(model)
     assert [name for name, _ in wrapped.default_reducer_named_parameters()] == []
     norms = [module for module in model.modules() if isinstance(module, SummedGradients)]
-    assert len(norms) == 4 and type(norms[0]).__name__ == "Exaone4RMSNorm"
+    assert len(norms) == 4
+    assert type(norms[0]).__name__ == "Exaone4RMSNorm"
 
 
 def test_summing_modules_are_copied_and_pickled() -> None:
+    plan_models.skip_unless_served("exaone4")
     model = plan_models.make("exaone4")
     smp.set_tensor_parallelism(model)
     norm = smp.DistributedModel(model).get_module().model.layers[0].self_attn.q_norm
@@ -81,7 +86,8 @@ def test_summing_modules_are_copied_and_pickled() -> None:
     for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert isinstance(other, SummedGradients)
         assert torch.equal(other(x), norm(x))
-    assert set(norm.state_dict()) == {"weight"} and "weight" not in vars(norm)
+    assert set(norm.state_dict()) == {"weight"}
+    assert "weight" not in vars(norm)
 
 
 def test_tied_tables_and_heads_are_cut_together() -> None:
@@ -90,7 +96,8 @@ def test_tied_tables_and_heads_are_cut_together() -> None:
     if gemma.ties:  # before transformers 5 the table is a plain embedding
         return
     assert gemma.kept == {"lm_head": "its weight is shared with 'model.embed_tokens'"}
-    assert "lm_head" not in gemma.recipes and "model.embed_tokens" not in gemma.recipes
+    assert "lm_head" not in gemma.recipes
+    assert "model.embed_tokens" not in gemma.recipes
 
 
 def test_weights_shared_with_the_outside_stay_whole() -> None:
@@ -116,7 +123,9 @@ def test_both_spellings_of_styles_are_read() -> None:
         name: {"colwise_gather_output": "colwise_rep"}.get(style, style) for name, style in model._tp_plan.items()
     }
     assert reader.find(model) == new
-    assert new is not None and new["lm_head"] == "column_whole" and new["model.layers.1.mlp.down_proj"] == "row"
+    assert new is not None
+    assert new["lm_head"] == "column_whole"
+    assert new["model.layers.1.mlp.down_proj"] == "row"
 
 
 def test_models_without_a_plan_and_families_keep_their_ways() -> None:

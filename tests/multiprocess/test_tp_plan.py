@@ -246,3 +246,52 @@ def test_refused_plans_are_named_in_one_line(pool2: RankPool, case: str, prescal
 def test_heads_that_cant_be_shared_are_an_error(pool2: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"k_proj' has 1 heads, expected a multiple .* \(2\)"):
         pool2.run(refused, "olmo", {"num_key_value_heads": 1}, config=config(), timeout_s=60)
+
+
+PROMPT = torch.tensor([[5, 6, 7], [8, 9, 10]])
+
+
+def generate(case: str) -> Tensor:
+    """Tokens that a wrapped model generates; its caches hold the keys and values of this rank's heads."""
+    import shardwright.torch as smp
+
+    plain = plan_models.make(case, use_cache=True)
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain).eval()
+    return model.get_module().generate(PROMPT, max_new_tokens=6, do_sample=False, eos_token_id=None)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("case", ["cohere", "gemma"])
+def test_generation_equals_one_process(pool2: RankPool, case: str) -> None:
+    plain = plan_models.make(case, use_cache=True).eval()
+    want = plain.generate(PROMPT, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    for found in pool2.run(generate, case, config=config(), timeout_s=60):
+        assert torch.equal(found, want)
+
+
+def differing(case: str) -> tuple[float, dict[str, Tensor]]:
+    """Loss and weights after wrapping a model that was drawn differently on each rank."""
+    import shardwright.torch as smp
+
+    plain = plan_models.make(case)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.01 * smp.rank())
+        plain.model.rotary_emb.inv_freq.add_(0.01 * smp.rank())  # a buffer
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain)
+    with torch.no_grad():
+        model(**plan_models.batch_of(1))  # replicas get equal buffers
+        loss = float(plan_models.loss_of(model, plan_models.batch_of(0)))
+    return loss, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_all_ranks_get_the_weights_of_the_first(pool2: RankPool) -> None:
+    want = plan_models.make("cohere")
+    with torch.no_grad():
+        wanted_loss = float(plan_models.loss_of(want, plan_models.batch_of(0)))
+    results = pool2.run(differing, "cohere", config=config(), timeout_s=60)
+    for loss, found in results:
+        assert [name for name, tensor in want.state_dict().items() if not torch.equal(tensor, found[name])] == []
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)

@@ -42,17 +42,25 @@ class Distribution:
         self._axis_of: dict[int, ShardSpec] = {}
         self._scaled: set[int] = set()
         self._inside: dict[int, bool] = {}
+        self._below: set[int] = set()
         for name, parameter in root.named_parameters(remove_duplicate=False):
             if name in self.specs:
                 self._axis_of[id(parameter)] = self.specs[name]
-        self._follow(root, None)
+        self._follow(root, None, False)
         if tp_size() > 1:
             self._check_ties()
 
-    def _follow(self, module: nn.Module, above: bool | None) -> None:
-        """Learn for each module whether its parameters act on the scaled batch; None outside of distributed ones."""
+    def _follow(self, module: nn.Module, above: bool | None, below: bool) -> None:
+        """Learn for each module whether its parameters act on the scaled batch; None outside of distributed ones
+        and of models with some in them that act on it as a whole.
+
+        below: it is below a distributed module.
+        """
         if id(module) in self._inside:
             return
+        below = below or isinstance(module, DistributedModule)
+        if below:
+            self._below.add(id(module))
         scaled = scaled_batch_of(module, above)
         if scaled is not None:
             self._inside[id(module)] = scaled
@@ -60,7 +68,7 @@ class Distribution:
                 self._scaled.update(id(p) for p in module._parameters.values() if p is not None)
         for child in module._modules.values():
             if child is not None:
-                self._follow(child, scaled)
+                self._follow(child, scaled, below)
 
     def _check_ties(self) -> None:
         """A parameter counts as acting on the scaled batch only if it does so wherever it is used."""
@@ -100,7 +108,7 @@ class Distribution:
 
     def is_inside(self, module: nn.Module) -> bool:
         """Is it a distributed module, or below one?"""
-        return id(module) in self._inside
+        return id(module) in self._below
 
     # ------------------------------------------------------------------ whole and cut
 

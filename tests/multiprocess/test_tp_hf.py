@@ -74,13 +74,18 @@ def expected(case: str, num_samples: int) -> list[Outcome]:
     return [Outcome(outcome.loss, outcome.result, outcomes[-1].gradients) for outcome in outcomes]
 
 
+def _tolerance(case: str) -> float:
+    """T5 doesn't scale its scores, and its one embedding serves three times: rounding weighs more."""
+    return 5e-5 if case.startswith("t5") else 2e-5
+
+
 def check(pool: RankPool, tp: int, mode: tuple[str, bool], jobs: list[Job], options: dict[str, Any]) -> None:
     results = pool.run(run_jobs, jobs, options, config=_config(tp, *mode), timeout_s=240)
     for number, (case, kinds) in enumerate(jobs):
         wanted = expected(case, 1 if mode[1] else tp)
         for rank, result in enumerate(results):
             try:
-                assert_close(result[number], wanted[0 if mode[1] else rank])
+                assert_close(result[number], wanted[0 if mode[1] else rank], rel=_tolerance(case))
             except AssertionError as error:
                 raise AssertionError(f"{case} {kinds} at tp rank {rank}: {error}") from error
 

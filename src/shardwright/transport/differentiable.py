@@ -25,12 +25,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from shardwright.errors import ShapeError
 from shardwright.topology import context
 from shardwright.transport import collectives
 from shardwright.transport.workspace import workspace
 
 Move = Callable[[Tensor], Tensor]
 
+_MOST_DIMS = 8
 _depth_of_shapes_only = 0
 
 
@@ -301,8 +303,29 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return _apply(_Pair, tensor, _summed, _unchanged)
 
 
+def check_same_shape(tensor: Tensor) -> None:
+    """Raise ShapeError, on every rank, if the ranks' tensors differ in shape.
+
+    gloo ends the process when they do. One small all-gather; none on fake tensors, and none with NCCL, where reading its
+    result would stop the stream (there `timeout_s` ends the wait).
+    """
+    if size() == 1 or is_silent(tensor) or (tensor.is_cuda and context.world().devices.has_nccl):
+        return
+    mine = torch.tensor([tensor.dim(), *tensor.shape, *(0,) * _MOST_DIMS][:_MOST_DIMS])
+    found = gathered(mine).tolist()
+    shapes = [dims[1 : 1 + dims[0]] for dims in found]
+    if any(shape != shapes[0] for shape in shapes):
+        by_rank = ", ".join(f"{shape} on tp rank {rank}" for rank, shape in enumerate(shapes))
+        raise ShapeError(
+            f"tensor parallel ranks bring batches of different shapes: {by_rank}",
+            remedy="pad them to one shape and drop the last, smaller batch (drop_last=True), or let all ranks read the"
+            " same batch with prescaled_batch",
+        )
+
+
 def gather_batch(tensor: Tensor) -> Tensor:
     """[B, ...] -> [tp * B, ...] (one all-gather). Gradient: equal in, this rank's own samples' out."""
+    check_same_shape(tensor)
     return _apply(_Pair, tensor, _gather_batch, _own_batch)
 
 
@@ -338,6 +361,7 @@ def scatter_hidden(tensor: Tensor) -> Tensor:
 
 def batch_to_hidden(tensor: Tensor) -> Tensor:
     """[B, ..., H] -> [tp * B, ..., H / tp] (one all-to-all; another in backward)."""
+    check_same_shape(tensor)
     return _apply(_Pair, tensor, _to_hidden, _to_batch)
 
 

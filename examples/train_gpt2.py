@@ -8,6 +8,11 @@ The same model cut over two pipeline stages; nothing in this file changes:
 
     shardwright run --pp 2 examples/train_gpt2.py
 
+Or split inside its layers over two tensor-parallel ranks, or both at once:
+
+    shardwright run --tp 2 --ddp examples/train_gpt2.py
+    shardwright run --pp 2 --tp 2 --ddp examples/train_gpt2.py
+
 The model works on bytes (vocabulary 256), has about 5M parameters and needs no download. With `--save-at`
 it writes a checkpoint on the way, with `--resume` it goes on from one. `make demo` does both and compares.
 """
@@ -75,10 +80,12 @@ def train_step(model: smp.DistributedModel, ids: Tensor) -> Tensor:
 
 
 def train(args: argparse.Namespace) -> None:
-    smp.init({"microbatches": MICROBATCHES})
+    smp.init({"microbatches": MICROBATCHES, "prescaled_batch": True})  # every rank reads the same samples
     transformers_logging.set_verbosity_error()
     text = corpus()
-    model = smp.DistributedModel(build_model())
+    plain = build_model()
+    smp.set_tensor_parallelism(plain, smp.tp_size() > 1)
+    model = smp.DistributedModel(plain)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01))
     first_step = 0
     if args.resume:
@@ -104,6 +111,8 @@ def train(args: argparse.Namespace) -> None:
                 report.say(f"saved step {step + 1} to {args.checkpoint}")
     if args.sample:
         weights = model.state_dict()  # collective: every rank calls it
+        for to_transformers, _ in smp.state.module_manager.translate_functions:
+            weights = to_transformers(weights)
         if smp.rank() == 0:
             print(sample(weights, args.sample), flush=True)
     smp.barrier()

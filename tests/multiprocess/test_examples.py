@@ -59,6 +59,7 @@ def test_gpt2_saves_resumes_and_writes_text(launcher: list[str], tmp_path: Path)
     [
         ("pipeline.py", "--layers 4 --d 32 --heads 2 --seq 16 --vocab 64 --split 2,2 --split2 1,1,1,1"),
         ("unit_overhead.py", "--layers 4 --micro 2"),
+        ("tensor.py", "--layers 2 --d 32 --heads 2 --seq 16 --vocab 64"),
     ],
 )
 def test_benchmarks_run_every_row(script: str, options: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tp_reference as ref
 from harness import RankPool
+from shardwright.errors import ShapeError
 from shardwright.tensor_parallel.batch import EnterScaledBatch, LeaveScaledBatch
 from shardwright.tensor_parallel.module import DistributedModule, gather_full, keeps_hidden_sliced
 from shardwright.tensor_parallel.nn.embedding import DistributedEmbedding
@@ -172,3 +173,25 @@ def test_one_rank_alone_gets_the_right_shapes(pool2: RankPool) -> None:
         (2, 3, 4), (2, 3, 4), (4, 3, 4), (1, 3, 4), (1, 3, 4), (2, 3, 2), (2, 3, 8), (2, 3, 8), (2, 3, 2), (4, 3, 2), (1, 3, 8),
         (1, 3, 7), (2, 3, 7),
     ]  # fmt: skip
+
+
+def run_different_batches() -> list[str]:
+    """The last batch is shorter on tp rank 1, or longer in the sequence; then both bring the same again."""
+    messages = []
+    layer, embedding = DistributedLinear(12, 7), DistributedEmbedding(11, 12)
+    for shape in ((4 - comm.position(), 5), (4, 5 + comm.position())):
+        for module, batch in ((layer, torch.randn(*shape, 12)), (embedding, torch.zeros(shape, dtype=torch.long))):
+            with pytest.raises(ShapeError) as caught:
+                module(batch)
+            messages.append(str(caught.value))
+    assert layer(torch.randn(4, 5, 12)).shape == (4, 5, 7)
+    return messages
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+def test_batches_of_different_shapes_are_refused_on_all_ranks(optimize: str, pool2: RankPool) -> None:
+    first, second = pool2.run(run_different_batches, config={**ref.config(2), "optimize": optimize})
+    assert first == second
+    assert "[4, 5, 12] on tp rank 0, [3, 5, 12] on tp rank 1" in first[0]
+    assert "[4, 5] on tp rank 0, [4, 6] on tp rank 1" in first[3]
+    assert all("drop_last" in message for message in first)

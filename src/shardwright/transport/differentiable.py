@@ -17,18 +17,22 @@ meaning. Called by: every rank of the tp group, in the same order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
+from shardwright.errors import ShapeError
 from shardwright.topology import context
 from shardwright.transport import collectives
 from shardwright.transport.workspace import workspace
 
+Move = Callable[[Tensor], Tensor]
+
+_MOST_DIMS = 8
 _depth_of_shapes_only = 0
 
 
@@ -200,128 +204,37 @@ def _to_batch(tensor: Tensor) -> Tensor:
     return _join_last(exchanged(tensor.contiguous().unflatten(0, (size(), -1))))
 
 
+def _summed(tensor: Tensor) -> Tensor:
+    return reduced(tensor.clone(memory_format=torch.contiguous_format))
+
+
+def _own_batch_copied(tensor: Tensor) -> Tensor:
+    return _own_batch(tensor).clone()  # not a view: callers may change it in place
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _unchanged(grad: Tensor) -> Tensor:
+    return grad
+
+
 # -- differentiable ------------------------------------------------------------------------------------------
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+class _Pair(torch.autograd.Function):
+    """One plain function forward, another one on the gradient."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return reduced(grad.clone(memory_format=torch.contiguous_format))
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return reduced(tensor.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, tensor: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return grad
-
-
-class _GatherBatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _gather_batch(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _own_batch(grad)
-
-
-class _OwnBatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _own_batch(tensor).clone()  # not a view: callers may change it in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _gather_batch(grad)
-
-
-class _ScatterBatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _scatter_batch(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _gather_batch(grad)
-
-
-class _OwnHidden(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _own_last(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _gather_last(grad)
-
-
-class _GatherHidden(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _gather_last(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _own_last(grad)
-
-
-class _GatherHiddenForPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _gather_last(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _scatter_last(grad)
-
-
-class _ScatterHidden(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _scatter_last(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _gather_last(grad)
-
-
-class _ToHidden(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _to_hidden(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _to_batch(grad)
-
-
-class _ToBatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return _to_batch(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return _to_hidden(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 class _SharedSlice(torch.autograd.Function):
@@ -382,57 +295,79 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, *others: Any
 
 def copy_to_ranks(tensor: Tensor) -> Tensor:
     """Use an equal tensor on every rank in its own way. Gradient: partial in, equal out (one all-reduce)."""
-    return _apply(_Copy, tensor)
+    return _apply(_Pair, tensor, _same, _summed)
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Add up partial tensors (one all-reduce). Gradient: equal in, equal out."""
-    return _apply(_Sum, tensor)
+    return _apply(_Pair, tensor, _summed, _unchanged)
+
+
+def check_same_shape(tensor: Tensor) -> None:
+    """Raise ShapeError, on every rank, if the ranks' tensors differ in shape.
+
+    gloo ends the process when they do. One small all-gather; none on fake tensors, and none with NCCL, where reading its
+    result would stop the stream (there `timeout_s` ends the wait).
+    """
+    if size() == 1 or is_silent(tensor) or (tensor.is_cuda and context.world().devices.has_nccl):
+        return
+    mine = torch.tensor([tensor.dim(), *tensor.shape, *(0,) * _MOST_DIMS][:_MOST_DIMS])
+    found = gathered(mine).tolist()
+    shapes = [dims[1 : 1 + dims[0]] for dims in found]
+    if any(shape != shapes[0] for shape in shapes):
+        by_rank = ", ".join(f"{shape} on tp rank {rank}" for rank, shape in enumerate(shapes))
+        raise ShapeError(
+            f"tensor parallel ranks bring batches of different shapes: {by_rank}",
+            remedy="pad them to one shape and drop the last, smaller batch (drop_last=True), or let all ranks read the"
+            " same batch with prescaled_batch",
+        )
 
 
 def gather_batch(tensor: Tensor) -> Tensor:
     """[B, ...] -> [tp * B, ...] (one all-gather). Gradient: equal in, this rank's own samples' out."""
-    return _apply(_GatherBatch, tensor)
+    check_same_shape(tensor)
+    return _apply(_Pair, tensor, _gather_batch, _own_batch)
 
 
 def own_batch(tensor: Tensor) -> Tensor:
     """[tp * B, ...], equal -> [B, ...], this rank's samples. Gradient: equal out (one all-gather)."""
-    return _apply(_OwnBatch, tensor)
+    return _apply(_Pair, tensor, _own_batch_copied, _gather_batch)
 
 
 def scatter_batch(tensor: Tensor) -> Tensor:
     """[tp * B, ...], partial -> [B, ...] of the sum (one reduce-scatter). Gradient: equal out (all-gather)."""
-    return _apply(_ScatterBatch, tensor)
+    return _apply(_Pair, tensor, _scatter_batch, _gather_batch)
 
 
 def own_hidden(tensor: Tensor) -> Tensor:
     """[..., H], equal -> [..., H / tp]. Gradient: equal out (one all-gather)."""
-    return _apply(_OwnHidden, tensor)
+    return _apply(_Pair, tensor, _own_last, _gather_last)
 
 
 def gather_hidden(tensor: Tensor) -> Tensor:
     """[..., H / tp] -> [..., H] (one all-gather). Gradient: equal in, this rank's slice out."""
-    return _apply(_GatherHidden, tensor)
+    return _apply(_Pair, tensor, _gather_last, _own_last)
 
 
 def gather_hidden_for_partial(tensor: Tensor) -> Tensor:
     """[..., H / tp] -> [..., H] (one all-gather). Gradient: partial in, slice of the sum out (reduce-scatter)."""
-    return _apply(_GatherHiddenForPartial, tensor)
+    return _apply(_Pair, tensor, _gather_last, _scatter_last)
 
 
 def scatter_hidden(tensor: Tensor) -> Tensor:
     """[..., H], partial -> [..., H / tp] of the sum (one reduce-scatter). Gradient: equal out (all-gather)."""
-    return _apply(_ScatterHidden, tensor)
+    return _apply(_Pair, tensor, _scatter_last, _gather_last)
 
 
 def batch_to_hidden(tensor: Tensor) -> Tensor:
     """[B, ..., H] -> [tp * B, ..., H / tp] (one all-to-all; another in backward)."""
-    return _apply(_ToHidden, tensor)
+    check_same_shape(tensor)
+    return _apply(_Pair, tensor, _to_hidden, _to_batch)
 
 
 def hidden_to_batch(tensor: Tensor) -> Tensor:
     """[tp * B, ..., H / tp] -> [B, ..., H] (one all-to-all; another in backward)."""
-    return _apply(_ToBatch, tensor)
+    return _apply(_Pair, tensor, _to_batch, _to_hidden)
 
 
 def pieces_to_batch(tensor: Tensor, lengths: Sequence[int]) -> Tensor:

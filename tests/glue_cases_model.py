@@ -262,6 +262,27 @@ def functions_of_functions(m: GlueModel, x: Tensor, y: Tensor) -> Any:
     return finish(m, h * row + mapped, y)
 
 
+class Negated(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        return -t
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return -g
+
+
+@case
+def function_within_vmap(m: GlueModel, x: Tensor, y: Tensor) -> Any:
+    """As transformers 4.57 builds its masks."""
+    return finish(m, m.b(m.a(x)) + torch.vmap(torch.vmap(Negated.apply))(x), y)
+
+
 def tanh_of_product(t: Tensor, w: Tensor) -> Tensor:
     return torch.tanh(t * w) * 2
 

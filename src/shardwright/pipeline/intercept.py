@@ -87,7 +87,7 @@ def _setattr_in_glue(module: nn.Module, name: str, value: Any) -> None:
 
 def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:
     frame = current_frame()
-    if frame is None:
+    if frame is None or _is_plain_within_vmap(args):
         return _apply.__func__(cls, *args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         function, _preserve_rng_state, *inputs = args
@@ -98,6 +98,11 @@ def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:
             frame.checkpointing -= 1
     function = _as_function(cls, f"{cls.__name__}.apply", _apply.__func__)
     return handle_torch_function(function, (), *args, **kwargs)
+
+
+def _is_plain_within_vmap(args: tuple[Any, ...]) -> bool:
+    """Is this a call within `torch.vmap` (which switches function modes off), on ordinary tensors only?"""
+    return not torch._C._is_torch_function_mode_enabled() and not any(type(a) is PlacedTensor for a in args)
 
 
 def _script_in_glue(script: Any, *args: Any, **kwargs: Any) -> Any:

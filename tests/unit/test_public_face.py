@@ -131,6 +131,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     world = SimpleNamespace(
         config=Config(pipeline_parallel_degree=2, microbatches=4),
         coordinates=SimpleNamespace(rank=5, pp=1, tp=0, rdp=2),
+        groups=object(),
     )
     fake = SimpleNamespace(is_initialized=lambda: True, world=lambda: world)
     monkeypatch.setattr(shardwright.topology, "context", fake, raising=False)

@@ -34,7 +34,8 @@ class State:
     """
 
     def __init__(self) -> None:
-        self.module_manager = ModuleManager()
+        self._module_manager = ModuleManager()
+        self._managed_world: object = None
         self.param_index_to_name_tp_group: list[dict[int, str]] = []
         self.param_name_to_index_tp_group: list[dict[str, int]] = []
         self._model: DistributedModel | None = None
@@ -48,6 +49,14 @@ class State:
         Raises: NotInitializedError before `smp.init`.
         """
         return context.world().config
+
+    @property
+    def module_manager(self) -> ModuleManager:
+        """What is known of the modules of this world's model."""
+        groups = context.world().groups if context.is_initialized() else None
+        if groups is not self._managed_world:
+            self._module_manager, self._managed_world = ModuleManager(), groups
+        return self._module_manager
 
     @property
     def model(self) -> DistributedModel | None:

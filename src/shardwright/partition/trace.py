@@ -141,7 +141,7 @@ def _copy_leaf(leaf: Any, make: Callable[[Tensor], Tensor]) -> Any:
         return leaf
     try:
         return copy.deepcopy(leaf)
-    except Exception:
+    except Exception:  # any class may refuse, in its own way; the forward then gets the caller's own object
         return leaf
 
 

@@ -23,7 +23,7 @@ from shardwright.errors import ConfigError, ShapeError
 from shardwright.sharding.slices import Range
 from shardwright.sharding.spec import ShardSpec
 from shardwright.topology import context
-from shardwright.transport import collectives
+from shardwright.transport import collectives, differentiable
 
 Draw = Callable[[Tensor, torch.Generator], object]
 """Fills a whole CPU tensor with initial values, drawing from the generator."""
@@ -103,12 +103,12 @@ def scaled_batch_of(module: nn.Module, above: bool | None) -> bool | None:
 
 def tp_size() -> int:
     """Return the tensor parallel degree; 1 before `init`, so that modules can be built without it."""
-    return len(context.world().groups.ranks("tp")) if context.is_initialized() else 1
+    return differentiable.size()
 
 
 def tp_rank() -> int:
     """Return this rank's own place in its tp group, whatever the script's view is."""
-    return context.world().coordinates.tp if context.is_initialized() else 0
+    return differentiable.position()
 
 
 def keeps_hidden_sliced() -> bool:

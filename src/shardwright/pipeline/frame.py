@@ -17,7 +17,7 @@ from shardwright.pipeline import messages, shared
 from shardwright.pipeline.placed import PlacedTensor, Value, glue_off, native
 from shardwright.pipeline.schedule import Event, strays
 from shardwright.pipeline.spec import Spec, carries_grad, contiguous_stride, for_wire, spec_of, wire_stride
-from shardwright.pipeline.streams import Streams, torch_forked
+from shardwright.pipeline.streams import Streams
 from shardwright.pipeline.tape import Entry, Tape, gradient_spec
 from shardwright.topology import context, rng
 
@@ -269,7 +269,7 @@ class Frame:
         """Run real code on this rank on detached leaves and on derived random streams; (result, leaves)."""
         leaves = []
         seed = rng.derive_seed(self.seed, len(self.calls))
-        with native(), context.own_view(), (streams or torch_forked)(seed):
+        with native(), context.own_view(), (streams or rng.torch_forked)(seed):
             for value in inputs:
                 assert value.tensor is not None
                 leaf = value.tensor.detach()

@@ -16,29 +16,6 @@ from shardwright.pipeline.overlay import Overlay
 from shardwright.topology import rng
 
 
-class torch_forked:
-    """Run a block on torch streams derived from `seed`; Python's and NumPy's are not touched (about 3 us)."""
-
-    __slots__ = ("_cuda", "_cuda_state", "_seed", "_state")
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        generator = torch.default_generator
-        self._state = generator.get_state()
-        generator.manual_seed(self._seed)
-        self._cuda = _cuda_generator()
-        if self._cuda is not None:
-            self._cuda_state = self._cuda.get_state()
-            self._cuda.manual_seed(self._seed)
-
-    def __exit__(self, *exc: object) -> None:
-        torch.default_generator.set_state(self._state)
-        if self._cuda is not None:
-            self._cuda.set_state(self._cuda_state)
-
-
 class Streams:
     """Process-wide state of one microbatch's glue: its generators, settings that its code may have changed, and
     attributes of modules that it assigned.
@@ -102,9 +79,3 @@ def _apply(settings: tuple[Any, ...]) -> None:
     torch.set_float32_matmul_precision(settings[6])
     torch.use_deterministic_algorithms(settings[7][0], warn_only=settings[7][1])
     torch.utils._device.CURRENT_DEVICE = settings[8]
-
-
-def _cuda_generator() -> torch.Generator | None:
-    if not torch.cuda.is_initialized():
-        return None
-    return torch.cuda.default_generators[torch.cuda.current_device()]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.topology import context
-from shardwright.topology.rng import derive_seed
+from shardwright.topology.rng import derive_seed, torch_forked
 from shardwright.transport import collectives
 from shardwright.transport import differentiable as comm
 
@@ -63,39 +63,17 @@ class _Blocks:
 _blocks = _Blocks()
 
 
-class _Forked:
-    """Run a block on torch streams derived from a seed; the global ones are put back afterwards (about 5 us)."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        generator = torch.default_generator
-        self._state = generator.get_state()
-        generator.manual_seed(self._seed)
-        self._cuda = None
-        if torch.cuda.is_initialized():
-            self._cuda = torch.cuda.default_generators[torch.cuda.current_device()]
-            self._cuda_state = self._cuda.get_state()
-            self._cuda.manual_seed(self._seed)
-
-    def __exit__(self, *exc: object) -> None:
-        torch.default_generator.set_state(self._state)
-        if self._cuda is not None:
-            self._cuda.set_state(self._cuda_state)
-
-
-def same_stream() -> _Forked:
+def same_stream() -> torch_forked:
     """Return a context in which all tp ranks draw the same numbers.
 
     Called by: every rank of the tp group. Collectives: one broadcast, at the first block of the process.
     """
-    return _Forked(_blocks.seed("same"))
+    return torch_forked(_blocks.seed("same"))
 
 
-def split_stream() -> _Forked:
+def split_stream() -> torch_forked:
     """Return a context in which every tp rank draws numbers of its own. Called by and collectives: as above."""
-    return _Forked(_blocks.seed("split", comm.position()))
+    return torch_forked(_blocks.seed("split", comm.position()))
 
 
 def dropout(x: Tensor, probability: float, training: bool, *, split: bool) -> Tensor:

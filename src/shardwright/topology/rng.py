@@ -112,6 +112,29 @@ class forked:
             self._cuda.set_state(self._cuda_state)
 
 
+class torch_forked:
+    """Run a block on torch streams derived from `seed`; Python's and NumPy's are not touched (about 3 us)."""
+
+    __slots__ = ("_cuda", "_cuda_state", "_seed", "_state")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        generator = torch.default_generator
+        self._state = generator.get_state()
+        generator.manual_seed(self._seed)
+        self._cuda = _cuda_generator()
+        if self._cuda is not None:
+            self._cuda_state = self._cuda.get_state()
+            self._cuda.manual_seed(self._seed)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.default_generator.set_state(self._state)
+        if self._cuda is not None:
+            self._cuda.set_state(self._cuda_state)
+
+
 class _NumpyFork:
     """NumPy's legacy functions on another bit generator until `undo`.
 

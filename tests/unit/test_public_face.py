@@ -90,8 +90,6 @@ def test_name_not_built_raises_when_used(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "base"),
     [
-        ("optimizers.FusedLamb", torch.optim.Optimizer),
-        ("optimizers.FusedNovoGrad", torch.optim.Optimizer),
         ("amp.GradScaler", torch.amp.GradScaler),
     ],
 )

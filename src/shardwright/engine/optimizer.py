@@ -16,8 +16,11 @@ from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer_state import StateDict
 from shardwright.engine.state import state
 from shardwright.engine.weights import CALLERS
+from shardwright.engine.whole_norms import ModelNorms
 from shardwright.errors import UsageError
 from shardwright.log import get_logger
+from shardwright.optim.lamb import FusedLamb
+from shardwright.optim.novograd import FusedNovoGrad
 from shardwright.pipeline.step import step_is_active
 from shardwright.topology import context
 from shardwright.transport import objects
@@ -119,6 +122,9 @@ class WrappedOptimizer:
         # A scheduler made before the wrap has put a step on the object itself; it is the one to call from here.
         self._sw_own_step = vars(self).pop("step", None)
         self.redefined_params = False
+        for optimizer in (self, getattr(self, "optimizer", None)):
+            if isinstance(optimizer, (FusedLamb, FusedNovoGrad)):
+                optimizer.norms = ModelNorms(model._part.distribution, lambda held: held)
 
     def _keep_local(self) -> None:
         """Keep the parameters that this rank updates; group dicts and their order stay.

@@ -16,10 +16,6 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
     "half precision (float32 masters and a loss scale that all ranks agree on) is missing": (
         "amp.GradScaler",
     ),
-    "the optimizers LAMB and NovoGrad are missing": (
-        "optimizers.FusedLamb",
-        "optimizers.FusedNovoGrad",
-    ),
     "activation checkpointing (recompute in backward) is missing": (
         "patches.checkpoint.checkpoint",
         "patches.checkpoint.checkpoint_sequential",

@@ -1,0 +1,1 @@
+"""The fused optimizers that the original shipped, in plain PyTorch."""

@@ -23,6 +23,7 @@ import pathlib
 import pickle
 import types
 import uuid
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
@@ -48,38 +49,44 @@ def trusted(trust: bool | None) -> bool:
     return os.environ.get(TRUST_ENV, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def write_file(path: Path, content: object, *, trust: bool) -> tuple[int, str]:
+def write_file(path: Path, content: object, *, trust: bool, name: str = "") -> tuple[int, str]:
     """Write a new torch file durably and make sure that it can be read back.
 
+    name: what errors call it, if the path is only its first one.
     Returns: its size in bytes and its digest (xxh3_128, hex).
     Raises: OSError if the disk refuses; CheckpointError naming the type if the content can't be pickled, or
         safe loading would refuse it.
     """
+    name = name or path.name
     writer = HashingWriter(path)
     try:
         torch.save(content, cast(IO[bytes], writer), pickle_module=_Portable)
     except Exception as error:
         writer.close()
         raise CheckpointError(
-            f"{path.name} can't be written, its content can't be pickled: {type(error).__name__}: {error}",
+            f"{name} can't be written, its content can't be pickled: {type(error).__name__}: {error}",
             remedy=f"save plain values: {_ALLOWED_IN_WORDS}",
         ) from error
     digest = writer.finish()
     if not trust:
-        _refuse_at_save_time(path)
+        _refuse_at_save_time(path, name)
     return writer.size_bytes, digest
 
 
-def read_file(path: Path, *, trust: bool, mmap: bool = True) -> Any:
-    """Load a torch file; its tensors are on the CPU, mapped from the file (privately) unless mmap is False.
+def read_file(path: Path, *, trust: bool, mmap: bool = True, map_location: Any = "cpu") -> Any:
+    """Load a torch file. Its tensors are mapped from the file (privately) unless mmap is False, or it is of the form
+    before torch 1.6.
+
+    map_location: as in torch.load.
 
     Raises: CheckpointError naming the file, and the type where that is the reason.
     """
+    mmap = mmap and zipfile.is_zipfile(path)
     try:
         if trust:
-            return torch.load(path, weights_only=False, mmap=mmap, map_location="cpu")
+            return torch.load(path, weights_only=False, mmap=mmap, map_location=map_location)
         with safe_globals(allow_list()):
-            return torch.load(path, weights_only=True, mmap=mmap, map_location="cpu")
+            return torch.load(path, weights_only=True, mmap=mmap, map_location=map_location)
     except Exception as error:
         refused = [] if trust else _refused_types(path)
         if refused:
@@ -157,15 +164,15 @@ def _numpy_allow_list() -> list[Any]:
     return [np.ndarray, np.dtype, *scalars, *dtypes, *functions]
 
 
-def _refuse_at_save_time(path: Path) -> None:
+def _refuse_at_save_time(path: Path, name: str) -> None:
     try:
         read_file(path, trust=False)
     except CheckpointError as error:
         refused = _refused_types(path)
         what = (
-            f"{path.name} would hold {', '.join(refused)}, which safe loading refuses"
+            f"{name} would hold {', '.join(refused)}, which safe loading refuses"
             if refused
-            else f"{path.name} could not be loaded again: {error.what}"
+            else f"{name} could not be loaded again: {error.what}"
         )
         raise CheckpointError(
             what,

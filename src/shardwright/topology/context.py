@@ -35,7 +35,8 @@ _log = log.get_logger(__name__)
 class World:
     """This process's place in the world, fixed from `init` to `shutdown`.
 
-    devices: how device tensors travel.   board: what is known of failures.
+    devices: how device tensors travel.   board: what is known of failures.   job_id: equal on all ranks, new at each
+    `init`.
     script_coordinates, script_local_rank: those of pipeline rank 0 of this rank's pp group, which the user's
     script takes itself for (see `script_view`).
     """
@@ -52,6 +53,7 @@ class World:
     board: FailureBoard
     script_coordinates: Coordinates
     script_local_rank: int
+    job_id: str
 
     @property
     def device(self) -> torch.device:
@@ -219,6 +221,7 @@ def _build_world(config: Config, found: Rendezvous) -> World:
         board=board,
         script_coordinates=table.coordinates(script_rank),
         script_local_rank=found.local_ranks[script_rank],
+        job_id=found.job_id,
     )
 
 

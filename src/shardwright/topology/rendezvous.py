@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import zlib
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ class Rendezvous:
 
     local_ranks: of every rank.   world_group: all ranks; connections: those of the groups.
     bulletin: for the failure board.   store_rank: the rank whose process serves its store, None if no rank's.
+    job_id: a random text, equal on all ranks, another one at each meeting.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class Rendezvous:
     bulletin: Bulletin
     bulletin_connection: ConnectionRecord
     store_rank: int | None
+    job_id: str
 
     def close(self) -> None:
         """Destroy the world's group; if it is torch's default one, all others with it."""
@@ -79,7 +82,7 @@ def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[i
             remedy=f"see that {here.size} processes are started and can reach that address; "
             f"`startup_timeout_s` is {config.startup_timeout_s:g}",
         ) from error
-    local_ranks, local_size = _exchange_local_ranks(here, group)
+    local_ranks, local_size, job_id = _exchange_places(here, group)
     if devices is None:
         devices = choose_device(
             local_ranks[here.rank], local_size, environ, dist_backend=config.ddp_dist_backend
@@ -98,6 +101,7 @@ def meet(config: Config, environ: Mapping[str, str], *, check_world: Callable[[i
         bulletin=bulletin,
         bulletin_connection=bulletin_connection,
         store_rank=opened.served_by,
+        job_id=job_id,
     )
 
 
@@ -146,13 +150,14 @@ def _launcher_words(environ: Mapping[str, str], rank: int, size: int) -> Process
     return ProcessEnvironment("the script itself", rank, size, None, None, "the existing default group")
 
 
-def _exchange_local_ranks(here: ProcessEnvironment, group: dist.ProcessGroup) -> tuple[tuple[int, ...], int]:
-    """Return every rank's local rank and this host's number of ranks.
+def _exchange_places(here: ProcessEnvironment, group: dist.ProcessGroup) -> tuple[tuple[int, ...], int, str]:
+    """Return every rank's local rank, this host's number of ranks, and the name that rank 0 drew for the meeting.
 
     Where a launcher doesn't say, a rank's local rank is its position among the ranks of its host.
     """
     host = zlib.crc32(socket.gethostname().encode())
-    mine = torch.tensor([host, -1 if here.local_rank is None else here.local_rank], dtype=torch.int64)
+    local = -1 if here.local_rank is None else here.local_rank
+    mine = torch.tensor([host, local, secrets.randbits(63)], dtype=torch.int64)
     rows = [torch.empty_like(mine) for _ in range(here.size)]
     dist.all_gather(rows, mine, group=group)
     table = [(int(row[0]), int(row[1])) for row in rows]
@@ -165,4 +170,4 @@ def _exchange_local_ranks(here: ProcessEnvironment, group: dist.ProcessGroup) ->
             seen[other_host] += 1
     else:
         local_ranks = [local for _, local in table]
-    return tuple(local_ranks), here.local_size or len(same_host)
+    return tuple(local_ranks), here.local_size or len(same_host), f"{int(rows[0][2]):016x}"

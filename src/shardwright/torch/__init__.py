@@ -30,6 +30,7 @@ from shardwright.torch import step as _step_module  # noqa: F401  loaded for tho
 # The layers below, one line each. They come after the submodules, because loading the file `step.py` binds
 # the name `step`, which has to end up being the decorator.
 
+from shardwright.checkpoint.rank_files import load, save
 from shardwright.engine.checkpointing import resume_from_checkpoint, save_checkpoint
 from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.model import DistributedModel
@@ -183,9 +184,7 @@ __all__ = [
 ]
 
 delay_param_initialization = _not_built.function("delay_param_initialization")
-load = _not_built.function("load")
 register_parameter = _not_built.function("register_parameter")
-save = _not_built.function("save")
 save_on_signal = _not_built.function("save_on_signal")
 set_activation_checkpointing = _not_built.function("set_activation_checkpointing")
 

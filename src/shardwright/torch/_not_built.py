@@ -30,11 +30,6 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
         "sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint",
         "sharded_data_parallel_checkpoint.get_param_shapes",
     ),
-    "single-file checkpoints (smp.save and smp.load of any object) are missing; "
-    "smp.save_checkpoint and smp.resume_from_checkpoint work": (
-        "load",
-        "save",
-    ),
     "saving when the scheduler sends a signal is missing": ("save_on_signal",),
     "dumping and comparing models for debugging is missing": (
         "debugging.dump_model",

@@ -8,6 +8,7 @@ Equal arguments give equal weights and equal batches in every process. `MODELS` 
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -243,6 +244,12 @@ def _of_family(case: str, **sizes: Any) -> Callable[[float], nn.Module]:
 # ------------------------------------------------------------------ the list
 
 _USES = "a value that several stages read receives its gradients in the order of its readers"
+_ROUTER = "transformers 4 hands router logits out of the gate, where the auxiliary loss's gradient meets the experts' later"
+
+
+def _transformers_4() -> bool:
+    return importlib.metadata.version("transformers").startswith("4.")
+
 
 MODELS: dict[str, ModelSpec] = {
     "gpt2": ModelSpec(_gpt2, causal_batch, own_loss, tied=True, tail=("transformer.ln_f", "lm_head")),
@@ -255,7 +262,7 @@ MODELS: dict[str, ModelSpec] = {
     "gpt2_cache": ModelSpec(lambda p: _gpt2(p, use_cache=True, tie_word_embeddings=False), causal_batch, own_loss),
     "llama": ModelSpec(_llama, padded_causal_batch, own_loss, tail=("lm_head",)),
     "qwen3": ModelSpec(_qwen3, causal_batch, own_loss, tied=True, tail=("model.norm", "lm_head")),
-    "mixtral": ModelSpec(_mixtral, padded_causal_batch, own_loss),
+    "mixtral": ModelSpec(_mixtral, padded_causal_batch, own_loss, reordered=_ROUTER if _transformers_4() else ""),
     "gptj": ModelSpec(_of_family("gptj", n_layer=4), causal_batch, own_loss, tail=("lm_head",)),
     "gptneo": ModelSpec(
         _of_family("gptneo", num_layers=4, attention_types=[[["global", "local"], 2]]),

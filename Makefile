@@ -16,7 +16,14 @@ STAMP := $(VENV)/.set-up
 # Tests start several processes on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all lint bench readme clean
+# The other supported line of transformers, laid over the environment.
+HF4 := .venv-hf4
+HF4_PACKAGE := transformers==4.57.6
+HF4_TESTS := tests/unit/integrations tests/unit/tensor_parallel tests/multiprocess/test_parity.py \
+	tests/multiprocess/test_unit_transformers.py tests/multiprocess/test_tp_hf.py tests/multiprocess/test_tp_minilm.py \
+	tests/multiprocess/test_tp_parity.py tests/multiprocess/test_tp_plan.py
+
+.PHONY: help setup demo test test-all test-hf4 lint bench readme clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -37,6 +44,16 @@ test: $(STAMP) ## Unit and multi-process tests, without the long matrix
 
 test-all: $(STAMP) ## Every test, the long matrix included
 	$(BIN)/python -m pytest tests
+
+$(HF4)/.set-up: $(STAMP) Makefile
+	$(BIN)/python -m venv --clear $(HF4)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(HF4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	$(HF4)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt $(HF4_PACKAGE)
+	touch $@
+
+test-hf4: $(HF4)/.set-up ## The tests that use transformers, on its 4.57 line
+	$(HF4)/bin/python -m pytest $(HF4_TESTS)
 
 lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check src tests examples benchmarks

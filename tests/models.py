@@ -8,6 +8,7 @@ Equal arguments give equal weights and equal batches in every process. `MODELS` 
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import hf_models
 import plain_modules
 
 VOCABULARY = 101
@@ -202,6 +204,16 @@ def _bert(dropout: float) -> nn.Module:
     return BertForMaskedLM(config)
 
 
+def _roberta(dropout: float) -> nn.Module:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    sizes = {**_SIZES, "max_position_embeddings": SEQUENCE + 1}  # positions begin after padding's
+    config = RobertaConfig(
+        **sizes, num_hidden_layers=4, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
+    )
+    return RobertaForMaskedLM(config)
+
+
 def _t5(dropout: float) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -224,9 +236,20 @@ def _vit(dropout: float) -> nn.Module:
     return ViTForImageClassification(config)
 
 
+def _of_family(case: str, **sizes: Any) -> Callable[[float], nn.Module]:
+    """A model of `hf_models`, long enough for stages; without dropout at any argument."""
+    return lambda dropout: hf_models.make(case, **sizes)
+
+
 # ------------------------------------------------------------------ the list
 
 _USES = "a value that several stages read receives its gradients in the order of its readers"
+_ROUTER = "transformers 4 hands router logits out of the gate, where the auxiliary loss's gradient meets the experts' later"
+
+
+def _transformers_4() -> bool:
+    return importlib.metadata.version("transformers").startswith("4.")
+
 
 MODELS: dict[str, ModelSpec] = {
     "gpt2": ModelSpec(_gpt2, causal_batch, own_loss, tied=True, tail=("transformer.ln_f", "lm_head")),
@@ -239,7 +262,19 @@ MODELS: dict[str, ModelSpec] = {
     "gpt2_cache": ModelSpec(lambda p: _gpt2(p, use_cache=True, tie_word_embeddings=False), causal_batch, own_loss),
     "llama": ModelSpec(_llama, padded_causal_batch, own_loss, tail=("lm_head",)),
     "qwen3": ModelSpec(_qwen3, causal_batch, own_loss, tied=True, tail=("model.norm", "lm_head")),
-    "mixtral": ModelSpec(_mixtral, padded_causal_batch, own_loss),
+    "mixtral": ModelSpec(_mixtral, padded_causal_batch, own_loss, reordered=_ROUTER if _transformers_4() else ""),
+    "gptj": ModelSpec(_of_family("gptj", n_layer=4), causal_batch, own_loss, tail=("lm_head",)),
+    "gptneo": ModelSpec(
+        _of_family("gptneo", num_layers=4, attention_types=[[["global", "local"], 2]]),
+        causal_batch,
+        own_loss,
+        tied=True,
+        tail=("lm_head",),
+    ),
+    "gptneox": ModelSpec(_of_family("gptneox", num_hidden_layers=4), causal_batch, own_loss, tail=("embed_out",)),
+    "mistral": ModelSpec(_of_family("mistral", num_hidden_layers=4), padded_causal_batch, own_loss, tail=("lm_head",)),
+    "qwen2": ModelSpec(_of_family("qwen2", num_hidden_layers=4), padded_causal_batch, own_loss, tail=("lm_head",)),
+    "roberta": ModelSpec(_roberta, masked_batch, own_loss, tied=True, tail=("lm_head",)),
     "bert": ModelSpec(_bert, masked_batch, own_loss, tied=True, tail=("cls",)),
     "t5": ModelSpec(_t5, translation_batch, own_loss, tied=True, reordered=_USES, tail=("lm_head",)),
     "vit": ModelSpec(_vit, pixel_batch, own_loss, tail=("classifier",)),

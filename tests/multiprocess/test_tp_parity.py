@@ -7,6 +7,7 @@ processes; `make test-all` runs them all.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 
 import pytest
 
@@ -30,18 +31,21 @@ QUICK = [
     Case("gpt2", pp=2, prescaled=True),
     Case("gpt2", pp=2, optimize="memory", tied="replicate", options=(("distribute_embedding", True),)),
 ]
+FAMILIES = ["gptj", "gptneo", "gptneox", "mistral", "qwen2", "roberta", "qwen3", "t5", "mixtral", "vit"]
+"""The adapters that the covering set leaves out."""
+
 HEAVY = [
     Case("llama", tp=4, optimize="memory"),  # fewer key-value heads than tp ranks
-    Case("qwen3", pp=2, optimize="memory"),
-    Case("mixtral", pp=2),
-    Case("vit", pp=2),
-    Case("t5", pp=2),  # the first block's position bias travels over stages
-    Case("t5", pp=2, optimize="memory", prescaled=True),
     Case("gpt2", blocks=True, optimize="memory"),
     Case("gpt2", pp=2, blocks=True),
     Case("gpt2", pp=2, blocks=True, prescaled=True, partition="manual", placement="PTD"),
     Case("bert", tp=4, pp=2, optimize="memory", placement="TPD"),
     Case("gpt2_untied", tp=4, options=(("distribute_embedding", True),)),
+    *(Case(model, tp=4, optimize=mode) for model, mode in zip(FAMILIES, cycle(("speed", "memory")))),
+    *(Case(model, pp=2, optimize=mode) for model, mode in zip(FAMILIES, cycle(("memory", "speed")))),
+    *(Case(model, pp=2, optimize=mode, prescaled=True) for model, mode in zip(FAMILIES, cycle(("speed", "memory")))),
+    *(Case(model, rdp=2, optimize=mode) for model, mode in zip(FAMILIES, cycle(("speed", "memory")))),
+    *(Case(model, rdp=2, optimize=mode, prescaled=True) for model, mode in zip(FAMILIES, cycle(("memory", "speed")))),
 ]
 
 

@@ -139,6 +139,11 @@ def own_mark(module: nn.Module, above: Mark) -> Mark:
     return Mark(created[0], created[1], blank)
 
 
+def is_set(module: nn.Module) -> bool:
+    """Did the script switch this very module on or off?"""
+    return _SET in vars(module)
+
+
 def forget(module: nn.Module) -> None:
     """Drop the marks of a module and of all below it. Called by: the wrap, once it is done."""
     for found in module.modules():

@@ -7,6 +7,8 @@ Rules, in this order, from the root down:
   logged with its reason.
 - Where no distributed version is known of a model or of anything in it, but it carries a tensor parallel plan, the
   modules that the plan names are replaced; see `plan`. A model that declines its plan isn't asked again further down.
+- Single experts of a mixture are left alone where tp ranks bring different samples: each rank's routing sends another
+  number of them to an expert, so there is no batch to exchange.
 - The degree doesn't matter: with tensor_parallel_degree 1 modules are replaced as well.
 
 Weights are carried over, so that the model computes what it did before; see `carry` for when they are fresh.
@@ -27,7 +29,7 @@ from shardwright.errors import ConfigError, ShapeError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.tensor_parallel import construction, registry, scope
 from shardwright.tensor_parallel.carry import Weights
-from shardwright.tensor_parallel.module import act_on_scaled_batch, tp_size
+from shardwright.tensor_parallel.module import act_on_scaled_batch, prescaled_batch, tp_size
 from shardwright.tensor_parallel.nn.planned import sum_gradients
 from shardwright.tensor_parallel.plan import resolve
 from shardwright.tensor_parallel.registry import NotReplaced, Recipe, Renaming
@@ -132,6 +134,10 @@ class _Substitution:
             return
         self._seen.add(id(module))
         mark = scope.own_mark(module, above)
+        if mark.enabled and _are_experts(name, module) and not prescaled_batch():
+            reason = "each rank's samples go to other experts (set 'prescaled_batch' to split them)"
+            self.report.kept.append(Kept(name, type(module).__name__, reason))
+            return
         if mark.enabled and self._replace(name, module, mark):
             return
         for key, child in list(module._modules.items()):
@@ -301,6 +307,11 @@ def _log_kept(kept: Sequence[Kept]) -> None:
         for (original, reason), names in groups.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             _log.info("not distributed: %s%s (%s): %s", ", ".join(names[:3]), more, original, reason)
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    """Is it a mixture's list of experts, marked only because something around it is?"""
+    return name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList) and not scope.is_set(module)
 
 
 def _check_something_was_cut(report: Report) -> None:

@@ -194,6 +194,26 @@ def test_a_hook_that_declines(answer: Any, reason: str) -> None:
     assert set(reasons(report).values()) == {reason}
 
 
+def test_single_experts_stay_unless_the_script_names_them() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = Dense(6, 6)
+            self.experts = nn.ModuleList([Dense(6, 6), Dense(6, 6)])
+
+    register()
+    mixture = Mixture()
+    smp.set_tensor_parallelism(mixture)
+    _, report = substitute(mixture)
+    assert names(report) == ["gate"]
+    assert "go to other experts" in reasons(report)["experts"]
+
+    named = Mixture()
+    smp.set_tensor_parallelism(named.experts)
+    _, report = substitute(named)
+    assert names(report) == ["experts.0", "experts.1"]
+
+
 def test_one_line_says_why(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("shardwright"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("shardwright"), "level", logging.INFO)

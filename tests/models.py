@@ -271,7 +271,7 @@ MODELS: dict[str, ModelSpec] = {
         tied=True,
         tail=("lm_head",),
     ),
-    "gptneox": ModelSpec(_of_family("gptneox", num_hidden_layers=4), causal_batch, own_loss, tail=("embed_out",)),
+    "gptneox": ModelSpec(_of_family("gptneox", num_hidden_layers=4), causal_batch, own_loss),
     "mistral": ModelSpec(_of_family("mistral", num_hidden_layers=4), padded_causal_batch, own_loss, tail=("lm_head",)),
     "qwen2": ModelSpec(_of_family("qwen2", num_hidden_layers=4), padded_causal_batch, own_loss, tail=("lm_head",)),
     "roberta": ModelSpec(_roberta, masked_batch, own_loss, tied=True, tail=("lm_head",)),

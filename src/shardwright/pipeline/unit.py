@@ -206,12 +206,9 @@ def call_unit(frame: Frame, unit: Unit, native: Callable[..., Any], args: Any, k
 
 def units_of(runtime: Runtime, model: nn.Module, stage_of: dict[str, int]) -> Iterator[Unit]:
     """A unit for every module whose whole subtree one stage owns; at run time the outermost one called counts."""
-    owners: dict[str, set[int]] = {}
-    for name, stage in stage_of.items():
-        parts = name.split(".") if name else []
-        for depth in range(len(parts) + 1):
-            owners.setdefault(".".join(parts[:depth]), set()).add(stage)
+    stage_of_module = {id(module): stage_of[name] for name, module in model.named_modules()}
     for name, module in model.named_modules():
         has_forward = type(module).forward is not nn.Module.forward
-        if name and has_forward and len(owners[name]) == 1:
+        # By the modules themselves: one that hangs in several places has only one name in `stage_of`.
+        if name and has_forward and len({stage_of_module[id(m)] for m in module.modules()}) == 1:
             yield Unit(runtime, name, module, stage_of[name])

@@ -24,7 +24,6 @@ NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
         "fp16": "half precision: float32 master weights and a loss scale that all ranks agree on",
         "bf16": "half precision: float32 master weights",
         "_fp32_grad_accumulation": "half precision: float32 gradient accumulation",
-        "offload_activations": "activation checkpointing and offloading: activations in host memory",
         "delayed_parameter_initialization": "delayed initialisation: parameters built on their owner only",
     }
 )

@@ -19,6 +19,7 @@ from shardwright.engine.gradients import Gradients
 from shardwright.engine.hooks import Hook, HookHandle, HookList, call_hook
 from shardwright.engine.module_manners import ModuleManners
 from shardwright.engine.part import Part
+from shardwright.engine.recomputation import Recomputation
 from shardwright.engine.state import state
 from shardwright.engine.step_duties import StepDuties
 from shardwright.engine.substitution import distribute, in_own_names
@@ -97,6 +98,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             runtime = Runtime(self._part.stage, self._part.num_stages, world.device, placement.PipelineWire())
             runtime.gradient_arrived = self._gradients.arrive
             pipeline = PipelineSteps(runtime, world.config.pipeline, self._scale)
+        self._recomputation = Recomputation(self._part, None if pipeline is None else pipeline.runtime)
         self._duties = StepDuties(
             self._part,
             self._gradients,
@@ -105,6 +107,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             post_step=HookList(self._call_hook),
             before_first_step=self._release_post_partition_hooks,
             local_optimizers=lambda: [optimizer._in_torch_form() for optimizer in self._optimizers],
+            offloader=self._recomputation.offloader,
         )
         state.model_wrapped(self)
         steps.set_driver(self._duties)
@@ -167,12 +170,14 @@ class DistributedModel(PartAccessors, ModuleManners):
                 remedy="compute the loss from the model's output, inside the step function",
             )
         self._gradients.backward_called()
+        self._duties.backward_begins()
         frame.backward(placed, given)
 
     def _backward_here(self, roots: list[torch.Tensor], given: list[Any] | None) -> None:
         """Backward with one pipeline stage."""
         if steps.step_is_active():
             self._gradients.backward_called()
+            self._duties.backward_begins()
         scale = self._scale(self._duties.num_microbatches)
         seeds = []
         for i, root in enumerate(roots):
@@ -209,6 +214,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             if context.world().rank == 0:
                 text = make_plan(part.module, args, kwargs, config=config, pp=part.num_stages).to_json()
             part.plan = PartitionPlan.from_json(objects.broadcast_object(text, "world"))
+        self._recomputation.check()
         part.remember_names()
         table = placement.place(part.module, part.plan, pipeline.runtime)
         if any(len(entry.stages) > 1 for entry in table):
@@ -221,6 +227,7 @@ class DistributedModel(PartAccessors, ModuleManners):
     def _become_ready(self, table: list[placement.Placed]) -> None:
         """The rank holds its part: optimizer groups, loads that waited, equal copies and replicas."""
         self._part.settle(table)
+        self.carry_out_marks()
         ties = self._duties.ties
         trained = [(n, p) for n, p in self._part.parameters() if not self.is_copy(p)]
         scaled = [p for _, p in trained if self._part.distribution.is_scaled(p)]
@@ -232,6 +239,14 @@ class DistributedModel(PartAccessors, ModuleManners):
             callback()
         self._duties.level_replicas(always=True)
         self.refresh_copies()
+
+    def carry_out_marks(self) -> None:
+        """Modules were marked for activation checkpointing: from now on they are recomputed.
+
+        Called by: every rank of the pipeline group, once its part is settled.
+        """
+        with native():
+            self._recomputation.carry_out()
 
     def run_when_partitioned(self, callback: Callable[[], None]) -> None:
         """Run `callback` now, or right after partitioning, before the post-partition hooks.

@@ -15,6 +15,7 @@ from shardwright.engine.part import Part
 from shardwright.engine.replicas import Replicas
 from shardwright.engine.ties import ReplicatedTies
 from shardwright.errors import UsageError
+from shardwright.memory.activation_offload import Offloader
 from shardwright.pipeline.pipeline_step import PipelineSteps
 from shardwright.topology import context
 from shardwright.transport import collectives
@@ -25,6 +26,7 @@ class StepDuties:
 
     post_step: hooks for the end of the first (else the next) step.   before_first_step: called once.
     local_optimizers: the wrapped optimizers, in torch's form over this rank's parameters.
+    offloader: what moves activations to the host and back, if something does.
 
     Loaded replicas: state dicts may be loaded on one replica only (those with rdp_rank() == 0). Replicas tell
     each other at the start of a training step whether anything was loaded since the last one; if so, all take
@@ -41,6 +43,7 @@ class StepDuties:
         post_step: HookList,
         before_first_step: Callable[[], None],
         local_optimizers: Callable[[], list[Any]],
+        offloader: Offloader | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.num_microbatches = 1
@@ -53,6 +56,7 @@ class StepDuties:
         self.post_step = post_step
         self._before_first_step = before_first_step
         self._local_optimizers = local_optimizers
+        self._offloader = offloader
         self._join: Join | None = None
         self._may_train = True
         self._loaded_model = False
@@ -73,19 +77,31 @@ class StepDuties:
     def microbatch_begins(self, index: int, num_microbatches: int) -> None:
         """Before each microbatch; with pipeline stages on the microbatch's own thread."""
         self.num_microbatches = num_microbatches
+        if self._offloader is not None:
+            self._offloader.begin(index)
+
+    def backward_begins(self) -> None:
+        """A microbatch of a step calls backward, on its thread."""
+        if self._offloader is not None:
+            self._offloader.backward_begins()
 
     def step_ends(self) -> None:
         """After the last microbatch, on every rank."""
         if self.ties is not None and self._gradients.has_gradients:
             self.ties.reduce_gradients()
         self._gradients.step_ends(self._join if self._may_train else None)
-        self.num_microbatches = 1
+        self._forget_microbatches()
         self.post_step.release()
 
     def step_failed(self) -> None:
         """The step raised; nothing of it may be left for the next one."""
         self._gradients.abandon()
+        self._forget_microbatches()
+
+    def _forget_microbatches(self) -> None:
         self.num_microbatches = 1
+        if self._offloader is not None:
+            self._offloader.clear()
 
     # ------------------------------------------------------------------ replicas
 

@@ -41,6 +41,7 @@ from shardwright.engine.queries import (
     num_microbatches,
     set_partition,
 )
+from shardwright.engine.recomputation import set_activation_checkpointing
 from shardwright.partition.manual import partition
 from shardwright.partition.trace import is_tracing
 from shardwright.pipeline.outputs import StepOutput
@@ -187,7 +188,6 @@ load = _not_built.function("load")
 register_parameter = _not_built.function("register_parameter")
 save = _not_built.function("save")
 save_on_signal = _not_built.function("save_on_signal")
-set_activation_checkpointing = _not_built.function("set_activation_checkpointing")
 
 # The original's documents spell this one in three ways.
 delayed_param_initialization = delay_param_initialization

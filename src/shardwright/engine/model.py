@@ -20,6 +20,7 @@ from shardwright.engine.hooks import Hook, HookHandle, HookList, call_hook
 from shardwright.engine.module_manners import ModuleManners
 from shardwright.engine.part import Part
 from shardwright.engine.recomputation import Recomputation
+from shardwright.engine.sharded_state import ShardedState
 from shardwright.engine.state import state
 from shardwright.engine.step_duties import StepDuties
 from shardwright.engine.substitution import distribute, in_own_names
@@ -93,6 +94,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             bucket_cap_mb=bucket_cap_mb,
             as_view=gradient_as_bucket_view,
         )
+        self._sharding = ShardedState(self._gradients)
         pipeline = None
         if self._part.num_stages > 1:
             runtime = Runtime(self._part.stage, self._part.num_stages, world.device, placement.PipelineWire())
@@ -106,7 +108,8 @@ class DistributedModel(PartAccessors, ModuleManners):
             broadcast_buffers=broadcast_buffers and world.config.ddp,
             post_step=HookList(self._call_hook),
             before_first_step=self._release_post_partition_hooks,
-            local_optimizers=lambda: [optimizer._in_torch_form() for optimizer in self._optimizers],
+            after_reduction=self._hand_out_pieces,
+            optimizers=lambda: self._optimizers,
             offloader=self._recomputation.offloader,
         )
         state.model_wrapped(self)
@@ -265,6 +268,14 @@ class DistributedModel(PartAccessors, ModuleManners):
         if ties is not None:
             ties.send_all() if buffers else ties.send_weights()
 
+    def _hand_out_pieces(self) -> None:
+        """At the end of a step: optimizers hold pieces of what is shared, also of what was covered in this step."""
+        if not self._gradients.shards or not self.partitioned:
+            return
+        self._sharding.is_settled = True
+        for optimizer in self._optimizers:
+            optimizer._hold_pieces()
+
     def is_copy(self, parameter: torch.Tensor) -> bool:
         """Is it a replicated parameter that another stage owns, which updates and counts it?"""
         return self._duties.ties is not None and self._duties.ties.is_copy(parameter)
@@ -401,13 +412,16 @@ class DistributedModel(PartAccessors, ModuleManners):
         self._optimizers.append(optimizer)
         if self.partitioned:
             optimizer._keep_local()
+            if self._sharding.is_settled:
+                optimizer._hold_pieces()
             self._release_post_partition_hooks()
 
     def register_comm_hook(self, hook_state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook(state, bucket)` reduce the gradient buckets; it owns averaging over replicas and
         microbatches.
 
-        Raises: UsageError without ddp, without overlapping reduction, or when there is a hook already.
+        Raises: UsageError without ddp, without overlapping reduction, with sharded optimizer state, or when there is a
+            hook already.
         """
         if not context.world().config.ddp:
             raise UsageError("register_comm_hook() needs data parallelism", remedy='set "ddp": true')
@@ -426,6 +440,12 @@ class DistributedModel(PartAccessors, ModuleManners):
         """
         if not context.world().config.ddp:
             raise UsageError("join() needs data parallelism", remedy='set "ddp": true')
+        if self._gradients.shards and enable:
+            raise UsageError(
+                "join() with 'shard_optimizer_state': a replica without batches makes no optimizer step, but others need"
+                " the share of the parameters that it updates",
+                remedy="give all replicas the same number of batches (drop_last, or a padded sampler)",
+            )
         return self._duties.join(
             divide_by_initial_world_size=divide_by_initial_world_size,
             enable=enable,

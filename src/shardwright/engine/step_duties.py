@@ -25,7 +25,8 @@ class StepDuties:
     """The wrapped model's side of `pipeline.step.Driver`.
 
     post_step: hooks for the end of the first (else the next) step.   before_first_step: called once.
-    local_optimizers: the wrapped optimizers, in torch's form over this rank's parameters.
+    after_reduction: called when the gradients of a step are where they belong.
+    optimizers: the wrapped optimizers.
     offloader: what moves activations to the host and back, if something does.
 
     Loaded replicas: state dicts may be loaded on one replica only (those with rdp_rank() == 0). Replicas tell
@@ -42,7 +43,8 @@ class StepDuties:
         broadcast_buffers: bool,
         post_step: HookList,
         before_first_step: Callable[[], None],
-        local_optimizers: Callable[[], list[Any]],
+        after_reduction: Callable[[], None],
+        optimizers: Callable[[], list[Any]],
         offloader: Offloader | None = None,
     ) -> None:
         self.pipeline = pipeline
@@ -55,7 +57,8 @@ class StepDuties:
         self._broadcast_buffers = broadcast_buffers
         self.post_step = post_step
         self._before_first_step = before_first_step
-        self._local_optimizers = local_optimizers
+        self._after_reduction = gradients.plain_backward_ended = after_reduction
+        self._optimizers = optimizers
         self._offloader = offloader
         self._join: Join | None = None
         self._may_train = True
@@ -91,6 +94,8 @@ class StepDuties:
             self.ties.reduce_gradients()
         self._gradients.step_ends(self._join if self._may_train else None)
         self._forget_microbatches()
+        self.num_microbatches = 1
+        self._after_reduction()
         self.post_step.release()
 
     def step_failed(self) -> None:
@@ -137,8 +142,8 @@ class StepDuties:
         if model_loaded or always:
             self._replicas.broadcast()
         if optimizer_loaded:
-            for optimizer in self._local_optimizers():
-                sync.broadcast_optimizer_state(optimizer, "rdp", source=0)
+            for optimizer in self._optimizers():
+                optimizer._level_replicas()
         self._loaded_model = self._loaded_optimizer = False
 
     def model_loaded(self) -> None:
@@ -171,5 +176,5 @@ class StepDuties:
 
     def _final_sync(self, source: int) -> None:
         self._replicas.broadcast(source)
-        for optimizer in self._local_optimizers():
-            sync.broadcast_optimizer_state(optimizer, "dp", source=source)
+        for optimizer in self._optimizers():
+            sync.broadcast_optimizer_state(optimizer._in_torch_form(), "dp", source=source)

@@ -63,6 +63,9 @@ class Loopback:
         pending = SimpleNamespace(wait=lambda: self._wait(match, number))
         return pending if async_op else pending.wait()
 
+    def all_reduce_in_order(self, flat: Tensor, axis: str, async_op: bool = False) -> Any:
+        return self.all_reduce(flat, axis, async_op=async_op)
+
     def _complete(self, match: _Match) -> None:
         assert len({(t.numel(), t.dtype, op) for t, _, op in match.calls.values()}) == 1, "calls do not match"
         values = torch.stack([match.calls[rank][1] for rank in range(self.size)])

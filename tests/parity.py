@@ -147,13 +147,30 @@ def train(case: Case) -> RankRun:
             batch = {name: torch.zeros(BATCH, 0) for name in batch}
         optimizer.zero_grad(set_to_none=True)
         run.losses.append(train_step(model, batch).stack())
-        run.gradients.append(
-            {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.local_named_parameters()}
-        )
+        run.gradients.append(held_gradients(model))
         optimizer.step()
     run.weights = reference.copies(dict(model.local_named_parameters()))
     run.buffers = reference.copies(dict(model.local_named_buffers()))
     return run
+
+
+def held_gradients(model: Any) -> dict[str, Tensor | None]:
+    """Copies of the gradients of this rank's parameters. Pieces of sharded state are gathered from their owners."""
+    import shardwright.torch as smp
+    from shardwright.engine import piece_state
+
+    found = {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.local_named_parameters()}
+    if not (smp.state.cfg.shard_optimizer_state and smp.dp_size() > 1):
+        return found
+    pieces = {n: model._sharding.piece(p) for n, p in model.local_named_parameters()}
+    mine = {n: piece_state.part_of(p, p.tensor.grad) for n, p in pieces.items() if p is not None}
+    everyone = smp.allgather((smp.tp_rank(), mine), smp.DP_GROUP)
+    for name in mine:
+        over_rdp = model.is_scaled_batch_parameter(pieces[name].parameter)
+        parts = [told[name] for tp, told in everyone if tp == smp.tp_rank() or not over_rdp]
+        assert found[name] is None, f"{name} has a whole gradient"
+        found[name] = piece_state.joined(parts)
+    return found
 
 
 # ------------------------------------------------------------------ in the test's process

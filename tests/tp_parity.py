@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import models
 import reference
 from covering import Row, covering_rows
+from parity import held_gradients
 
 STEPS = 3
 BATCH = 8
@@ -199,11 +200,12 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
     from shardwright.transport import objects
 
     distribution = model._part.distribution
+    held = held_gradients(model)
     mine = {}
     for name, parameter in model.local_named_parameters():
         if model.is_copy(parameter):
             continue
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = torch.zeros_like(parameter) if held[name] is None else held[name]
         mine[name] = distribution.whole(name, gradient.detach().clone())
     found: dict[str, Tensor] = {}
     for part in objects.allgather_object(mine, "pp"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness import RankFailure, RankPool
 from shardwright.data_parallel import sync
-from shardwright.data_parallel.grad_norm import clip_grad_norm_
+from shardwright.data_parallel.grad_norm import clip_grad_norm_, gradients_of
 from shardwright.data_parallel.join import Join
 from shardwright.data_parallel.reducer import GradientReducer
 from shardwright.errors import ShapeError
@@ -283,7 +283,7 @@ def norms(max_norm: float, norm_type: float) -> tuple[float, dict[str, Tensor | 
     mine = [(n, p) for n, p in model.named_parameters() if int(n.split(".")[0]) % 2 == here.coordinates.pp]
     if max_norm == 2.0:  # one stage without any gradient
         mine = [] if here.coordinates.pp else list(model.named_parameters())
-    norm = clip_grad_norm_(mine, max_norm, norm_type=norm_type, mp_axis="pp")
+    norm = clip_grad_norm_(gradients_of(p for _, p in mine), max_norm, norm_type=norm_type, axis="pp")
     return norm.item(), {n: p.grad for n, p in mine}
 
 

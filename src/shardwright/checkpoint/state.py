@@ -19,6 +19,8 @@ from shardwright.errors import CheckpointError
 
 PARTIAL_MARK = "_smp_is_partial"
 PARAM_NAMES = "param_names"
+SPANS = "_smp_spans"
+"""In an optimizer dict whose state is that of pieces: name -> [start, stop, elements of the whole], in memory order."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def attach_by_name(
     """Turn a saved optimizer dict into one for the present order of parameters, matched by plain name.
 
     saved: content of an optimizer file, with its list of names.   present_groups: names per group on this
-    rank. Options come group by group. A parameter without saved state stays without.
+    rank. Options come group by group. A parameter without saved state stays without. Spans of pieces are kept.
     Returns: torch's form, indices counted over present_groups; tensors are those of `saved`, not copied.
     Raises: CheckpointError if the number of groups differs, or (strict) if a group holds other parameters
         than when saved.
@@ -207,7 +209,8 @@ def attach_by_name(
         # Without torch's own "param_names": load_state_dict then keeps the present ones.
         options = {key: value for key, value in group.items() if key not in ("params", PARAM_NAMES)}
         groups.append({**options, "params": indices})
-    return {"state": state, "param_groups": groups}
+    spans = {SPANS: saved[SPANS]} if SPANS in saved else {}
+    return {"state": state, "param_groups": groups, **spans}
 
 
 def compact(value: Any, _seen: dict[tuple[Any, ...], torch.Tensor] | None = None) -> Any:

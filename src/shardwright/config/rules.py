@@ -19,12 +19,10 @@ from shardwright.errors import ConfigError, NotBuiltError
 
 NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "shard_optimizer_state": "optimizer state sharding: virtual parameters, state on its owner only",
         "sharded_data_parallel_degree": "sharded data parallelism: parameters gathered only while used",
         "fp16": "half precision: float32 master weights and a loss scale that all ranks agree on",
         "bf16": "half precision: float32 master weights",
         "_fp32_grad_accumulation": "half precision: float32 gradient accumulation",
-        "offload_activations": "activation checkpointing and offloading: activations in host memory",
         "delayed_parameter_initialization": "delayed initialisation: parameters built on their owner only",
     }
 )

@@ -3,7 +3,8 @@
 Pure: descriptions of tensors in, a plan out; no process group, no device. The plan depends only on the order
 and the descriptions of the tensors, so ranks that hold equal replicas compute equal plans without talking.
 
-Used for gradients (`reducer`) and for the flat chunks of a broadcast (`sync`).
+Used for gradients (`reducer`), for the flat chunks of a broadcast (`sync`), and for parameters of which every owner
+updates a share (`optimizer_state`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,14 @@ class Slot:
         """Return the slot's part of a flat buffer, in the tensor's own shape and strides."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
+    def flattened(self, value: Tensor) -> Tensor:
+        """Return the elements of a tensor of the slot's shape in the slot's order of memory; maybe a view."""
+        if tuple(value.stride()) == self.stride:
+            return flat_memory(value)
+        flat = value.new_empty(self.num_elements)
+        flat.as_strided(self.shape, self.stride).copy_(value)
+        return flat
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -81,6 +90,10 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    def padded_elements(self, num_shares: int) -> int:
+        """Elements of a buffer that can be cut into so many equal shares."""
+        return -(-self.num_elements // num_shares) * num_shares
 
 
 def plan_buckets(

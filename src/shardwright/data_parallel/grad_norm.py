@@ -1,28 +1,42 @@
 """The norm of all gradients of a model whose parameters lie on several ranks, and clipping by it.
 
-Each rank adds up its own gradients, the sums meet over the model-parallel axis, and every rank gets the same
-number: the one that one process with the whole model would get. Data-parallel replicas hold equal gradients
-after their reduction, so nothing is exchanged between them.
+Each rank adds up the gradients that it counts, the sums meet over an axis, and every rank gets the same number: the one
+that one process with the whole model would get. Data-parallel replicas hold equal gradients after their reduction, so
+nothing is exchanged between them, unless each holds pieces of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from shardwright.data_parallel.buckets import flat_memory, is_dense
+from shardwright.data_parallel.optimizer_state import Piece
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.topology import context
 from shardwright.topology.ranks import Axis
 from shardwright.transport import collectives
 
-NamedParameters = Iterable[tuple[str, Parameter]]
-CountedElsewhere = Callable[[str, Parameter], bool]
-CountedHere = Callable[[Parameter, Tensor], Tensor | None]
+
+@dataclass(frozen=True, eq=False)
+class HeldGradient:
+    """A gradient that this rank holds: of a whole parameter (or slice of one over tp ranks), or of a piece of it.
+
+    parameter: the model's own.   gradient: shaped like the parameter, or one-dimensional like the piece; it may belong to
+    another tensor that stands for the parameter, such as an fp32 master.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    piece: Piece | None = None
+
+
+CountedHere = Callable[[HeldGradient], Tensor | None]
 
 # fp32 sums of a thousand squares are good to 1e-8; on a CPU one sum over ten million is off by 4e-4.
 _ROW = 1024
@@ -32,36 +46,38 @@ class NonFiniteGradientError(ShardwrightError, RuntimeError):
     """The gradient norm is infinite or not a number."""
 
 
+def gradients_of(parameters: Iterable[Parameter]) -> list[HeldGradient]:
+    """The gradients of whole parameters, each once, of those that have one."""
+    unique = {id(p): p for p in parameters}
+    return [HeldGradient(p, p.grad) for p in unique.values() if p.grad is not None]
+
+
 @torch.no_grad()
 def global_grad_norm(
-    named_parameters: NamedParameters,
+    gradients: Iterable[HeldGradient],
     *,
     norm_type: float = 2.0,
-    mp_axis: Axis = "pp",
-    counted_elsewhere: CountedElsewhere | None = None,
+    axis: Axis = "pp",
     counted_here: CountedHere | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Return the norm of all gradients of the model, equal on every rank.
 
     Called by: every rank of the axis after the gradients have been reduced, also ranks without any gradient.
-    Collectives: one all-reduce of one number over `mp_axis`.
-    named_parameters: what this rank holds. A parameter that appears twice counts once.
-    norm_type: 2.0, another positive order, or inf.
-    mp_axis: the axis over which the model is spread: "pp", or "mp" with tensor parallelism.
-    counted_elsewhere: True for a parameter that another rank of the axis counts: a replica of a tied weight
-        on a later stage.
-    counted_here: the part of a gradient that this rank counts, None for nothing: of what is equal on several tp ranks
-        one of them counts it.
+    Collectives: one all-reduce of one number over `axis`.
+    gradients: what this rank holds.   norm_type: 2.0, another positive order, or inf.
+    axis: over which the model is spread: "pp"; "mp" with tensor parallelism; "world" if replicas hold pieces.
+    counted_here: the part of a gradient that this rank counts, None for nothing: of what is equal on several ranks
+        of the axis one counts it.
     Returns: a number as fp32 tensor on this rank's device. Sums run in fp64 beyond 1024 elements.
     Raises: NonFiniteGradientError on every rank if asked for and the norm is infinite or NaN.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise UsageError(f"norm_type is {norm_type:g}, expected a positive number or inf")
-    gradients = _gradients(named_parameters, counted_elsewhere, counted_here)
-    norms = _partial_norms(gradients, norm_type, context.world().device)
-    total = _largest(norms, mp_axis) if math.isinf(norm_type) else _combined(norms, norm_type, mp_axis)
+    counted = [held.gradient if counted_here is None else counted_here(held) for held in gradients]
+    norms = _partial_norms([g for g in counted if g is not None], norm_type, context.world().device)
+    total = _largest(norms, axis) if math.isinf(norm_type) else _combined(norms, norm_type, axis)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonFiniteGradientError(
             f"the gradient norm of order {norm_type:g} is {total.item()}, so gradients cannot be clipped",
@@ -72,55 +88,31 @@ def global_grad_norm(
 
 @torch.no_grad()
 def clip_grad_norm_(
-    named_parameters: NamedParameters,
+    gradients: Iterable[HeldGradient],
     max_norm: float,
     *,
     norm_type: float = 2.0,
-    mp_axis: Axis = "pp",
-    counted_elsewhere: CountedElsewhere | None = None,
+    axis: Axis = "pp",
     counted_here: CountedHere | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients by one common factor so that their global norm is at most `max_norm`.
 
-    Called by and collectives: as `global_grad_norm`. The factor is max_norm / (norm + 1e-6) where that is
-        below 1,
-    as in torch.nn.utils.clip_grad_norm_; parameters that are counted elsewhere are scaled too.
+    Called by and collectives: as `global_grad_norm`. The factor is max_norm / (norm + 1e-6) where that is below 1,
+    as in torch.nn.utils.clip_grad_norm_; gradients that are counted elsewhere are scaled too.
     Returns: the norm before clipping, equal on every rank.
     """
-    named = list(named_parameters)
+    held = list(gradients)
     norm = global_grad_norm(
-        named,
-        norm_type=norm_type,
-        mp_axis=mp_axis,
-        counted_elsewhere=counted_elsewhere,
-        counted_here=counted_here,
-        error_if_nonfinite=error_if_nonfinite,
+        held, norm_type=norm_type, axis=axis, counted_here=counted_here, error_if_nonfinite=error_if_nonfinite
     )
     factor = max_norm / (norm + 1e-6)
     if norm.device.type == "cpu" and factor >= 1:
         return norm  # on a GPU the question would stop the stream; there the factor is clamped
     factor = factor.clamp(max=1.0)
-    for gradient in _gradients(named, None, None):
-        gradient.mul_(factor.to(gradient.device))
+    for entry in held:
+        entry.gradient.mul_(factor.to(entry.gradient.device))
     return norm
-
-
-def _gradients(
-    named_parameters: NamedParameters, skip: CountedElsewhere | None, part: CountedHere | None
-) -> list[Tensor]:
-    seen: set[int] = set()
-    gradients = []
-    for name, parameter in named_parameters:
-        if parameter.grad is None or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        if skip is not None and skip(name, parameter):
-            continue
-        counted = parameter.grad if part is None else part(parameter, parameter.grad)
-        if counted is not None:
-            gradients.append(counted)
-    return gradients
 
 
 def _partial_norms(gradients: list[Tensor], order: float, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ There are two ways to hold a gradient, which differ in who owns the memory while
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,12 +30,13 @@ _logger = get_logger(__name__)
 StartReduction = Callable[["LiveBucket", Tensor, Sequence[Tensor]], Waitable]
 
 
-class LiveBucket:
-    """The buffer of one planned bucket, and where it stands in the step.
+class LiveBucket(ABC):
+    """One planned bucket, and where it stands in the step.
 
     Calls of a step, in order: `start`, `count`, `wait`, `reduce_again` if something changed, `write_back` if
     the rank contributes, `rest`.
 
+    gradient_as_view: from `start` on, `.grad` is None.
     waiting_for: ids of parameters whose gradient is not ready yet.
     changed: a gradient was announced after the start.
     """
@@ -44,8 +46,6 @@ class LiveBucket:
         self.parameters = list(parameters)
         self._ids = frozenset(id(p) for p in parameters)
         self._as_view = gradient_as_view
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
         self.rest()
 
     def rest(self) -> None:
@@ -57,21 +57,21 @@ class LiveBucket:
         self._packed: list[tuple[Tensor, int] | None] = []
         self._pending: Waitable | None = None
 
-    def start(self, reduction: StartReduction, contribute: bool) -> None:
+    @abstractmethod
+    def start(self, contribute: bool) -> None:
         """Pack this rank's gradients, or zeros if it does not contribute, and start to reduce them."""
-        self.started = True
-        if self._flat is None:
-            self._flat = torch.zeros(self.plan.num_elements, dtype=self.plan.dtype, device=self.plan.device)
-            self._views = self._views_of(self._flat)
-        if contribute:
-            self._pack(self._views)
-            self._packed = [None if p.grad is None else (p.grad, p.grad._version) for p in self.parameters]
-        else:
-            self._flat.zero_()
-            for parameter, view in zip(self.parameters, self._views, strict=True):
-                if parameter.grad is view:
-                    parameter.grad = None
-        self._pending = reduction(self, self._flat, self._views)
+
+    @abstractmethod
+    def wait(self, divisor: int) -> None:
+        """Wait for the reduction.   divisor: of the sum."""
+
+    @abstractmethod
+    def reduce_again(self, divisor: int, contribute: bool) -> None:
+        """After `wait`: take in what changed on some rank since the start, and wait for that."""
+
+    @abstractmethod
+    def write_back(self, had_gradient: Sequence[bool], divisor: int) -> None:
+        """Hand out what was reduced, where there was a gradient on some rank; the others keep None."""
 
     def count(self) -> tuple[list[bool], bool]:
         """Return which parameters have a gradient on this rank, and whether any changed since the start."""
@@ -79,47 +79,9 @@ class LiveBucket:
         changed = self.changed or any(map(_has_changed, gradients, self._packed))
         return [had or g is not None for had, g in zip(self._present, gradients, strict=True)], changed
 
-    def wait(self, divisor: int) -> None:
-        """Wait for the reduction.
-
-        divisor: of the sum. In the copied way the division happens in `write_back`, in the same pass.
-        """
-        assert self._flat is not None
-        assert self._pending is not None
-        self._pending.wait()
-        if self._as_view:
-            _divide(self._flat, divisor)
-
-    def reduce_again(self, reduction: StartReduction, divisor: int, contribute: bool) -> None:
-        """After `wait`: take in what changed on some rank since the start, and wait for that."""
-        assert self._flat is not None
-        if not self._as_view:
-            if contribute:
-                self._pack(self._views)
-            else:
-                self._flat.zero_()
-            reduction(self, self._flat, self._views).wait()
-            return
-        late = torch.zeros_like(self._flat)
-        late_views = self._views_of(late)
-        if contribute:
-            self._pack(late_views)
-        reduction(self, late, late_views).wait()
-        self._flat.add_(_divide(late, divisor))
-
-    def write_back(self, had_gradient: Sequence[bool], divisor: int) -> None:
-        """Give every parameter that had a gradient on some rank the reduced one; the others keep None."""
-        for parameter, view, had in zip(self.parameters, self._views, had_gradient, strict=True):
-            if not had:
-                continue
-            if self._as_view:
-                parameter.grad = view
-            elif parameter.grad is None or parameter.grad.layout is not torch.strided:
-                parameter.grad = _divide(view.clone(), divisor)
-            elif divisor == 1:
-                parameter.grad.copy_(view)
-            else:
-                torch.div(view, divisor, out=parameter.grad)
+    def _note_packed(self) -> None:
+        """Remember which gradients were packed, so that a change of them is seen."""
+        self._packed = [None if p.grad is None else (p.grad, p.grad._version) for p in self.parameters]
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         return [slot.view_of(flat) for slot in self.plan.slots]
@@ -155,6 +117,86 @@ class LiveBucket:
             self.plan.slots[index].name,
         )
         return gradient.to_dense()
+
+
+class ReplicatedBucket(LiveBucket):
+    """A bucket that every rank gets back whole, in a buffer that stays.
+
+    reduction: starts the reduction of a flat buffer, with the gradients as views of it.   num_shares: the buffer is
+    padded so that it can be cut into so many.
+    """
+
+    def __init__(
+        self,
+        plan: Bucket,
+        parameters: Sequence[Parameter],
+        gradient_as_view: bool,
+        reduction: StartReduction,
+        num_shares: int = 1,
+    ) -> None:
+        super().__init__(plan, parameters, gradient_as_view)
+        self._reduction = reduction
+        self._num_elements = plan.padded_elements(num_shares)
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    def start(self, contribute: bool) -> None:
+        """Pack this rank's gradients, or zeros if it does not contribute, and start to reduce them."""
+        self.started = True
+        if self._flat is None:
+            self._flat = torch.zeros(self._num_elements, dtype=self.plan.dtype, device=self.plan.device)
+            self._views = self._views_of(self._flat)
+        if contribute:
+            self._pack(self._views)
+            self._note_packed()
+        else:
+            self._flat.zero_()
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                if parameter.grad is view:
+                    parameter.grad = None
+        self._pending = self._reduction(self, self._flat, self._views)
+
+    def wait(self, divisor: int) -> None:
+        """Wait for the reduction.
+
+        divisor: of the sum. In the copied way the division happens in `write_back`, in the same pass.
+        """
+        assert self._flat is not None
+        assert self._pending is not None
+        self._pending.wait()
+        if self._as_view:
+            _divide(self._flat, divisor)
+
+    def reduce_again(self, divisor: int, contribute: bool) -> None:
+        """After `wait`: take in what changed on some rank since the start, and wait for that."""
+        assert self._flat is not None
+        if not self._as_view:
+            if contribute:
+                self._pack(self._views)
+            else:
+                self._flat.zero_()
+            self._reduction(self, self._flat, self._views).wait()
+            return
+        late = torch.zeros_like(self._flat)
+        late_views = self._views_of(late)
+        if contribute:
+            self._pack(late_views)
+        self._reduction(self, late, late_views).wait()
+        self._flat.add_(_divide(late, divisor))
+
+    def write_back(self, had_gradient: Sequence[bool], divisor: int) -> None:
+        """Give every parameter that had a gradient on some rank the reduced one; the others keep None."""
+        for parameter, view, had in zip(self.parameters, self._views, had_gradient, strict=True):
+            if not had:
+                continue
+            if self._as_view:
+                parameter.grad = view
+            elif parameter.grad is None or parameter.grad.layout is not torch.strided:
+                parameter.grad = _divide(view.clone(), divisor)
+            elif divisor == 1:
+                parameter.grad.copy_(view)
+            else:
+                torch.div(view, divisor, out=parameter.grad)
 
 
 def _has_changed(gradient: Tensor | None, packed: tuple[Tensor, int] | None) -> bool:

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from shardwright.data_parallel.buckets import MIB, TensorInfo, plan_buckets
 from shardwright.data_parallel.comm_hook import CommHook, HookBucket, Waitable
-from shardwright.data_parallel.live_bucket import LiveBucket
+from shardwright.data_parallel.live_bucket import LiveBucket, ReplicatedBucket
 from shardwright.errors import UsageError
 from shardwright.topology import context
 from shardwright.transport import collectives
@@ -162,17 +162,17 @@ class GradientReducer:
             while self._num_started < len(self._buckets):
                 self._start_next(contribute=contribute)
             counts = self._counts(contribute)
-            pending_counts = _all_reduce(counts, self._axis)
+            pending_counts = collectives.all_reduce(counts, self._axis, async_op=True) or _Done()
             for bucket in self._buckets:
                 bucket.wait(divisor)
             pending_counts.wait()
             had_gradient, changed = self._read(counts)
-            for bucket in self._buckets:
-                if changed[bucket.plan.index]:
-                    bucket.reduce_again(self._reduction, divisor, contribute)
+            for bucket, again in zip(self._buckets, changed, strict=True):
+                if again:
+                    bucket.reduce_again(divisor, contribute)
             if contribute:
-                for bucket in self._buckets:
-                    bucket.write_back(had_gradient[bucket.plan.index], divisor)
+                for bucket, had in zip(self._buckets, had_gradient, strict=True):
+                    bucket.write_back(had, divisor)
         self._rest()
 
     def abandon(self) -> None:
@@ -199,7 +199,18 @@ class GradientReducer:
             first_cap_bytes=min(MIB, self._cap_bytes),
             reverse=True,
         )
-        self._buckets = [LiveBucket(b, [named[s.position][1] for s in b.slots], self._as_view) for b in plan]
+        num_ranks = len(context.world().groups.ranks(self._axis))
+        shares = num_ranks if num_ranks > 2 else 1  # see `collectives.all_reduce_in_order`
+        self._work_on(
+            [
+                ReplicatedBucket(b, [named[s.position][1] for s in b.slots], self._as_view, self._reduction, shares)
+                for b in plan
+            ]
+        )
+
+    def _work_on(self, buckets: Sequence[LiveBucket]) -> None:
+        """Reduce these buckets from now on."""
+        self._buckets = list(buckets)
         self._home = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
 
     def _rest(self) -> None:
@@ -212,15 +223,16 @@ class GradientReducer:
         bucket = self._buckets[self._num_started]
         self._num_started += 1
         with torch.no_grad():
-            bucket.start(self._reduction, contribute)
+            bucket.start(contribute)
 
     def _reduction(self, bucket: LiveBucket, flat: Tensor, views: Sequence[Tensor]) -> Waitable:
         """Start the reduction of one flat buffer that belongs to `bucket`."""
         if self._hook is not None:
             last = bucket.plan.index == len(self._buckets) - 1
-            seen = HookBucket(bucket.plan.index, flat, views, bucket.parameters, last)
+            gradients = flat[: bucket.plan.num_elements]
+            seen = HookBucket(bucket.plan.index, gradients, views, bucket.parameters, last)
             return self._hook.start(seen, context.world().config.timeout_s)
-        return _all_reduce(flat, self._axis)
+        return collectives.all_reduce_in_order(flat, self._axis, async_op=True) or _Done()
 
     def _counts(self, contribute: bool) -> Tensor:
         """What this rank adds to the counts, see Note [Counts]: each bucket's parameters, then the bucket."""
@@ -244,7 +256,3 @@ class _Done:
     """The reduction over an axis of one rank."""
 
     def wait(self) -> None: ...
-
-
-def _all_reduce(tensor: Tensor, axis: ReplicaAxis) -> Waitable:
-    return collectives.all_reduce(tensor, axis, op="sum", async_op=True) or _Done()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwright.engine.part import Part
+from shardwright.engine.sharded_state import ShardedState
 
 
 class PartAccessors:
@@ -17,6 +18,7 @@ class PartAccessors:
     """
 
     _part: Part
+    _sharding: ShardedState
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(plain name, parameter) for what this rank holds; each parameter once."""
@@ -49,8 +51,16 @@ class PartAccessors:
         return (module for _, module in self._part.modules())
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """With sharded optimizer state this rank's virtual parameters; else `local_named_parameters`."""
-        return self.local_named_parameters()
+        """With sharded optimizer state this rank's virtual parameters, from the end of the first step on.
+
+        What isn't shared with other ranks, or not trained, comes as it is; of what this rank owns nothing, nothing.
+        """
+        for name, parameter in self.local_named_parameters():
+            piece = self._sharding.piece(parameter) if self._sharding.is_settled else None
+            if piece is None:
+                yield name, parameter
+            elif piece.stop > piece.start or not parameter.numel():
+                yield name, piece.tensor
 
     # ------------------------------------------------------------------ tensor parallelism
 

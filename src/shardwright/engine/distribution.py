@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from shardwright.data_parallel.optimizer_state import Piece
 from shardwright.errors import UsageError
 from shardwright.sharding.spec import ShardSpec
 from shardwright.tensor_parallel.module import (
@@ -138,10 +139,11 @@ class Distribution:
             return (0,) * tensor.dim()
         return (*(0,) * spec.dim, spec.ranges[tp_rank()][0], *(0,) * (tensor.dim() - spec.dim - 1))
 
-    def counted_here(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+    def counted_here(self, parameter: Tensor, gradient: Tensor, piece: Piece | None = None) -> Tensor | None:
         """The part of a gradient that this rank counts in a norm over the tp group; None for nothing.
 
         Whole parameters count on tp rank 0. Of slices that overlap, an element counts on the first rank that has it.
+        piece: what of the parameter the gradient is of, if not all.
         """
         if tp_size() == 1:
             return gradient
@@ -152,9 +154,12 @@ class Distribution:
         earlier = spec.ranges[: tp_rank()]
         if all(b <= start or stop <= a for a, b in earlier):
             return gradient
-        size = stop - start
-        kept = torch.ones(size, dtype=torch.bool)
+        kept = torch.ones(stop - start, dtype=torch.bool)
         for a, b in earlier:
             kept[max(0, a - start) : max(0, b - start)] = False
+        if piece is not None:
+            shape = [1] * parameter.dim()
+            shape[spec.dim] = -1
+            return gradient[piece.cut(kept.view(shape).expand(parameter.shape)).to(gradient.device)]
         rows = kept.nonzero().flatten().to(gradient.device)
         return gradient.index_select(spec.dim, rows) if len(rows) else None

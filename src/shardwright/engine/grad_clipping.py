@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator
+
 import torch
 
 from shardwright.data_parallel import grad_norm
+from shardwright.data_parallel.grad_norm import HeldGradient
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.state import state
 from shardwright.errors import UsageError
@@ -14,18 +18,45 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, *, model: Distribute
     """Clip all gradients of the wrapped model by their global norm; returns the norm before clipping.
 
     Called by: every rank, between the step call and optimizer.step(). Collectives: one all-reduce over
-    MP_GROUP.
+    MP_GROUP, with sharded optimizer state over the world.
     max_norm: the factor is max_norm / (norm + 1e-6) where that is below 1, the same on every rank.
-    Every parameter counts once: over stages, slices and copies of them, copies of tied weights, and replicas.
+    Every parameter counts once: over stages, slices and copies of them, copies of tied weights, pieces and replicas.
     """
     wrapped = state.model if model is None else model
     if wrapped is None:
         raise UsageError("clip_grad_norm() needs a wrapped model", remedy="call smp.DistributedModel first")
+    return clip(wrapped, held_gradients(wrapped), max_norm, norm_type)
+
+
+def held_gradients(model: DistributedModel) -> Iterator[HeldGradient]:
+    """The gradients that this rank holds after a step: of parameters, and of pieces of them."""
+    for parameter in model.local_parameters():
+        piece = model._sharding.piece(parameter)
+        if piece is not None and piece.tensor.grad is not None:
+            yield HeldGradient(parameter, piece.tensor.grad, piece)
+        if parameter.grad is not None:
+            yield HeldGradient(parameter, parameter.grad)
+
+
+def clip(model: DistributedModel, gradients: Iterable[HeldGradient], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip these gradients by the norm of those of the whole model; see `clip_grad_norm`.
+
+    gradients: of all parameters of this rank, in whatever tensors they are by now.
+    """
     return grad_norm.clip_grad_norm_(
-        wrapped.local_named_parameters(),
+        gradients,
         max_norm,
         norm_type=norm_type,
-        mp_axis="mp",
-        counted_elsewhere=lambda name, parameter: wrapped.is_copy(parameter),
-        counted_here=wrapped._part.distribution.counted_here,
+        axis="world" if model._gradients.sharded else "mp",
+        counted_here=functools.partial(counted_here, model),
     )
+
+
+def counted_here(model: DistributedModel, held: HeldGradient) -> torch.Tensor | None:
+    """The part of a gradient that no other rank counts."""
+    if model.is_copy(held.parameter):
+        return None
+    distribution = model._part.distribution
+    if held.piece is not None and not distribution.is_scaled(held.parameter):
+        return held.gradient  # pieces over dp, so of tp ranks too
+    return distribution.counted_here(held.parameter, held.gradient, held.piece)

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from shardwright.data_parallel.join import Join
+from shardwright.data_parallel.optimizer_state import ShardedParameters
 from shardwright.data_parallel.reducer import GradientReducer, ReplicaAxis
+from shardwright.data_parallel.sharded_reducer import ShardedReducer
 from shardwright.errors import UsageError
 from shardwright.pipeline.tape import in_parts
 from shardwright.topology import context
@@ -30,7 +32,8 @@ class Gradients:
     starts full buckets while backward goes on. Where a step differs, the end of the step makes it right.
 
     In order, per step: `step_begins`, any number of `backward_called`, then `step_ends` or `abandon`.
-    Backward outside of steps (with one pipeline stage) counts as a step of its own.
+    Backward outside of steps (with one pipeline stage) counts as a step of its own, after which `plain_backward_ended`
+    is called.
     """
 
     def __init__(self, *, overlap: bool, passes_per_step: int, bucket_cap_mb: float, as_view: bool) -> None:
@@ -50,11 +53,18 @@ class Gradients:
         self._expected: dict[nn.Parameter, int] = {}
         self.has_gradients = False
         self.reducers: list[GradientReducer] = []
+        self.plain_backward_ended: Callable[[], None] = lambda: None
 
     @property
     def has_comm_hook(self) -> bool:
         """Does a hook of the script reduce the buckets, and average them?"""
         return self._comm_hook is not None
+
+    @property
+    def shards(self) -> bool:
+        """Is optimizer state to be sharded? Known before the reducers are made."""
+        world = context.world()
+        return world.config.shard_optimizer_state and world.size > world.table.degrees.pp
 
     def attach(
         self,
@@ -71,12 +81,32 @@ class Gradients:
         self._reduced_early = {id(p) for _, p in parameters} - {id(p) for p in changed_late}
         self._scaled = {id(p) for p in scaled}
         self._make_reducers()
+        if self._in_step:
+            self._prepare()
+
+    @property
+    def sharded(self) -> list[ShardedParameters]:
+        """Parameters in pieces, for each axis over which optimizer state is sharded."""
+        return [reducer.sharded for reducer in self.reducers if isinstance(reducer, ShardedReducer)]
+
+    def _prepare(self) -> None:
+        """Between steps: what requires a gradient by now, and is to be in pieces, is put there."""
+        for reducer in self.reducers:
+            if isinstance(reducer, ShardedReducer):
+                reducer.prepare()
 
     def register_comm_hook(self, hook_state: object, hook: CommHook) -> None:
         """Let `hook(hook_state, bucket)` reduce the buckets.
 
-        Raises: UsageError without overlap, twice, or with tensor parallelism, where there is no one average.
+        Raises: UsageError without overlap, twice, with tensor parallelism, where there is no one average, or with
+        sharded optimizer state.
         """
+        if self.shards:
+            raise UsageError(
+                "register_comm_hook() with 'shard_optimizer_state': gradients are reduced to their owners only, and a"
+                " hook reduces them for all ranks",
+                remedy="leave the reduction to the library, or switch 'shard_optimizer_state' off",
+            )
         if context.world().table.degrees.tp > 1:
             raise UsageError(
                 "register_comm_hook() with tensor parallelism: parameters of distributed modules are reduced over"
@@ -114,14 +144,17 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(self.arrive)  # type: ignore[no-untyped-call]
 
     def _make_reducer(self, parameters: list[tuple[str, nn.Parameter]], axis: ReplicaAxis, average_over: int) -> None:
-        reducer = GradientReducer(
-            parameters,
-            axis=axis,
-            average_over=average_over,
-            bucket_cap_mb=self._bucket_cap_mb,
-            overlap=self._overlap,
-            gradient_as_bucket_view=self._as_view,
-        )
+        options: dict[str, Any] = {
+            "axis": axis,
+            "average_over": average_over,
+            "bucket_cap_mb": self._bucket_cap_mb,
+            "overlap": self._overlap,
+        }
+        world = context.world()
+        if world.config.shard_optimizer_state and len(world.groups.ranks(axis)) > 1:
+            reducer: GradientReducer = ShardedReducer(parameters, **options)
+        else:
+            reducer = GradientReducer(parameters, gradient_as_bucket_view=self._as_view, **options)
         if self._comm_hook is not None:
             reducer.register_comm_hook(*self._comm_hook)
         self.reducers.append(reducer)
@@ -134,11 +167,13 @@ class Gradients:
         self._in_step = True
         self.has_gradients = False
         self._arrived.clear()
+        self._prepare()
 
     def forward_outside(self) -> None:
         """A forward outside of steps; a backward outside that raised is forgotten."""
         if self._in_plain_backward:
             self.abandon()
+        self._prepare()
 
     def backward_called(self) -> None:
         """The script called for a backward."""
@@ -170,6 +205,7 @@ class Gradients:
         self._in_plain_backward = False
         self.step_ends(None)
         self.has_gradients = False
+        self.plain_backward_ended()
 
     def step_ends(self, join: Join | None) -> None:
         """Reduce what is left, if this step had a backward and is the last of its passes."""

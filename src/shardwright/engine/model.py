@@ -19,6 +19,8 @@ from shardwright.engine.gradients import Gradients
 from shardwright.engine.hooks import Hook, HookHandle, HookList, call_hook
 from shardwright.engine.module_manners import ModuleManners
 from shardwright.engine.part import Part
+from shardwright.engine.recomputation import Recomputation
+from shardwright.engine.sharded_state import ShardedState
 from shardwright.engine.state import state
 from shardwright.engine.step_duties import StepDuties
 from shardwright.engine.substitution import distribute, in_own_names
@@ -92,11 +94,13 @@ class DistributedModel(PartAccessors, ModuleManners):
             bucket_cap_mb=bucket_cap_mb,
             as_view=gradient_as_bucket_view,
         )
+        self._sharding = ShardedState(self._gradients)
         pipeline = None
         if self._part.num_stages > 1:
             runtime = Runtime(self._part.stage, self._part.num_stages, world.device, placement.PipelineWire())
             runtime.gradient_arrived = self._gradients.arrive
             pipeline = PipelineSteps(runtime, world.config.pipeline, self._scale)
+        self._recomputation = Recomputation(self._part, None if pipeline is None else pipeline.runtime)
         self._duties = StepDuties(
             self._part,
             self._gradients,
@@ -104,7 +108,9 @@ class DistributedModel(PartAccessors, ModuleManners):
             broadcast_buffers=broadcast_buffers and world.config.ddp,
             post_step=HookList(self._call_hook),
             before_first_step=self._release_post_partition_hooks,
-            local_optimizers=lambda: [optimizer._in_torch_form() for optimizer in self._optimizers],
+            after_reduction=self._hand_out_pieces,
+            optimizers=lambda: self._optimizers,
+            offloader=self._recomputation.offloader,
         )
         state.model_wrapped(self)
         steps.set_driver(self._duties)
@@ -167,12 +173,14 @@ class DistributedModel(PartAccessors, ModuleManners):
                 remedy="compute the loss from the model's output, inside the step function",
             )
         self._gradients.backward_called()
+        self._duties.backward_begins()
         frame.backward(placed, given)
 
     def _backward_here(self, roots: list[torch.Tensor], given: list[Any] | None) -> None:
         """Backward with one pipeline stage."""
         if steps.step_is_active():
             self._gradients.backward_called()
+            self._duties.backward_begins()
         scale = self._scale(self._duties.num_microbatches)
         seeds = []
         for i, root in enumerate(roots):
@@ -209,6 +217,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             if context.world().rank == 0:
                 text = make_plan(part.module, args, kwargs, config=config, pp=part.num_stages).to_json()
             part.plan = PartitionPlan.from_json(objects.broadcast_object(text, "world"))
+        self._recomputation.check()
         part.remember_names()
         table = placement.place(part.module, part.plan, pipeline.runtime)
         if any(len(entry.stages) > 1 for entry in table):
@@ -221,6 +230,7 @@ class DistributedModel(PartAccessors, ModuleManners):
     def _become_ready(self, table: list[placement.Placed]) -> None:
         """The rank holds its part: optimizer groups, loads that waited, equal copies and replicas."""
         self._part.settle(table)
+        self.carry_out_marks()
         ties = self._duties.ties
         trained = [(n, p) for n, p in self._part.parameters() if not self.is_copy(p)]
         scaled = [p for _, p in trained if self._part.distribution.is_scaled(p)]
@@ -232,6 +242,14 @@ class DistributedModel(PartAccessors, ModuleManners):
             callback()
         self._duties.level_replicas(always=True)
         self.refresh_copies()
+
+    def carry_out_marks(self) -> None:
+        """Modules were marked for activation checkpointing: from now on they are recomputed.
+
+        Called by: every rank of the pipeline group, once its part is settled.
+        """
+        with native():
+            self._recomputation.carry_out()
 
     def run_when_partitioned(self, callback: Callable[[], None]) -> None:
         """Run `callback` now, or right after partitioning, before the post-partition hooks.
@@ -249,6 +267,14 @@ class DistributedModel(PartAccessors, ModuleManners):
         ties = self._duties.ties
         if ties is not None:
             ties.send_all() if buffers else ties.send_weights()
+
+    def _hand_out_pieces(self) -> None:
+        """At the end of a step: optimizers hold pieces of what is shared, also of what was covered in this step."""
+        if not self._gradients.shards or not self.partitioned:
+            return
+        self._sharding.is_settled = True
+        for optimizer in self._optimizers:
+            optimizer._hold_pieces()
 
     def is_copy(self, parameter: torch.Tensor) -> bool:
         """Is it a replicated parameter that another stage owns, which updates and counts it?"""
@@ -386,13 +412,16 @@ class DistributedModel(PartAccessors, ModuleManners):
         self._optimizers.append(optimizer)
         if self.partitioned:
             optimizer._keep_local()
+            if self._sharding.is_settled:
+                optimizer._hold_pieces()
             self._release_post_partition_hooks()
 
     def register_comm_hook(self, hook_state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook(state, bucket)` reduce the gradient buckets; it owns averaging over replicas and
         microbatches.
 
-        Raises: UsageError without ddp, without overlapping reduction, or when there is a hook already.
+        Raises: UsageError without ddp, without overlapping reduction, with sharded optimizer state, or when there is a
+            hook already.
         """
         if not context.world().config.ddp:
             raise UsageError("register_comm_hook() needs data parallelism", remedy='set "ddp": true')
@@ -411,6 +440,12 @@ class DistributedModel(PartAccessors, ModuleManners):
         """
         if not context.world().config.ddp:
             raise UsageError("join() needs data parallelism", remedy='set "ddp": true')
+        if self._gradients.shards and enable:
+            raise UsageError(
+                "join() with 'shard_optimizer_state': a replica without batches makes no optimizer step, but others need"
+                " the share of the parameters that it updates",
+                remedy="give all replicas the same number of batches (drop_last, or a padded sampler)",
+            )
         return self._duties.join(
             divide_by_initial_world_size=divide_by_initial_world_size,
             enable=enable,

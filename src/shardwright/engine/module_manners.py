@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from shardwright.engine import placement, weights
 from shardwright.engine.part import Part
+from shardwright.engine.sharded_state import ShardedState
 from shardwright.engine.state import state
 from shardwright.engine.step_duties import StepDuties
 from shardwright.engine.substitution import in_original_names
@@ -25,6 +26,7 @@ class ModuleManners(ForwardingModule):
 
     _part: Part
     _duties: StepDuties
+    _sharding: ShardedState
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Change dtype or memory format; devices are ignored. Returns the model."""
@@ -32,6 +34,11 @@ class ModuleManners(ForwardingModule):
         if dtype is not None or memory_format is not None:
             super().to(None, dtype, memory_format=memory_format)  # type: ignore[call-overload]
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those of virtual parameters too."""
+        super().zero_grad(set_to_none)
+        self._sharding.clear_gradients(set_to_none=set_to_none)
 
     def cuda(self, device: Any = None) -> Self:
         """Returns the model: parts are on their devices after partitioning."""

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardwright.checkpoint.state import PARTIAL_MARK
-from shardwright.engine import optimizer_state
+from shardwright.checkpoint.state import PARTIAL_MARK, SPANS
+from shardwright.data_parallel import sync
+from shardwright.data_parallel.optimizer_state import Piece
+from shardwright.engine import optimizer_state, piece_state
 from shardwright.engine.collective_calls import collective_call
 from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer_state import StateDict
+from shardwright.engine.sharded_state import check_can_shard
 from shardwright.engine.state import state
 from shardwright.engine.weights import CALLERS
 from shardwright.engine.whole_norms import ModelNorms
 from shardwright.errors import UsageError
-from shardwright.log import get_logger
+from shardwright.log import get_logger, once
 from shardwright.optim.lamb import FusedLamb
 from shardwright.optim.novograd import FusedNovoGrad
 from shardwright.pipeline.step import step_is_active
@@ -28,6 +32,11 @@ from shardwright.transport import objects
 _log = get_logger(__name__)
 
 _CLASSES: dict[type, type] = {}
+OWNERS = "every rank of an RDP_GROUP"
+
+
+class RepeatedParameterError(UsageError, ValueError):
+    """One parameter in several groups of an optimizer: it would be updated several times in a step."""
 
 
 def DistributedOptimizer(
@@ -46,8 +55,10 @@ def DistributedOptimizer(
     torch optimizer in `.optimizer`.
     static_loss_scale, dynamic_loss_scale, dynamic_loss_args: only matter with fp16; accepted and ignored
     without.
+    With `shard_optimizer_state` its groups hold pieces of parameters from the end of the first step on, and `step()`
+    brings the parameters together again.
     Raises: UsageError if the optimizer holds parameters that the wrapped model doesn't have, is wrapped
-    already, or can't work on a part of the model.
+    already, or can't work on a part of the model, or on pieces; ValueError if one is in two groups.
     """
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
         raise UsageError(f"smp.DistributedOptimizer takes an optimizer, not {type(optimizer).__name__}")
@@ -62,6 +73,14 @@ def DistributedOptimizer(
         raise UsageError(
             "LBFGS takes all parameters together, so it can't work on each stage by itself",
             remedy="use an optimizer that updates each parameter by itself, or one pipeline stage",
+        )
+    if model._gradients.shards and not check_can_shard(optimizer):
+        once(
+            _log,
+            logging.INFO,
+            "%s updates pieces of parameters, as one-dimensional tensors: that is right if it treats every element by"
+            " itself",
+            type(optimizer).__name__,
         )
     names = {id(p): name for name, p in model.get_module().named_parameters()}
     _check_groups(optimizer.param_groups, names)
@@ -99,6 +118,17 @@ def _check_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) ->
         if keep:
             optimizer_state.filter_group(group, keep)
             _log.info("parameter group %d lists %d parameters twice; each counts once", number, keep.count(False))
+    _check_once(names[id(p)] for group in groups for p in group["params"])
+
+
+def _check_once(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise RepeatedParameterError(
+                f"parameter '{name}' is in more than one parameter group", remedy="put each parameter in one group"
+            )
+        seen.add(name)
 
 
 def _repeats(params: Sequence[Any]) -> bool:
@@ -119,12 +149,15 @@ class WrappedOptimizer:
         self._sw_full_names = [[names[id(p)] for p in g["params"]] for g in self.param_groups]
         self._sw_local_names = self._sw_full_names
         self._sw_deferred: list[StateDict] = []
+        self._sw_pieces: dict[int, Piece] = {}
+        self._sw_waiting: list[StateDict] = []
+        self._sw_loaded: tuple[bool, StateDict] | None = None
         # A scheduler made before the wrap has put a step on the object itself; it is the one to call from here.
         self._sw_own_step = vars(self).pop("step", None)
         self.redefined_params = False
         for optimizer in (self, getattr(self, "optimizer", None)):
             if isinstance(optimizer, (FusedLamb, FusedNovoGrad)):
-                optimizer.norms = ModelNorms(model._part.distribution, lambda held: held)
+                optimizer.norms = ModelNorms(model, lambda held: held)
 
     def _keep_local(self) -> None:
         """Keep the parameters that this rank updates; group dicts and their order stay.
@@ -132,6 +165,7 @@ class WrappedOptimizer:
         Called by: the model, when this rank knows its part. State of other parameters is dropped.
         """
         local = {id(p) for p in self._sw_model.local_parameters() if not self._sw_model.is_copy(p)}
+        local |= self._sw_pieces.keys()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in local:
@@ -144,6 +178,33 @@ class WrappedOptimizer:
         for content in deferred:
             self.load_state_dict(content)
 
+    def _hold_pieces(self) -> None:
+        """Put this rank's pieces in the place of the parameters that are shared with other ranks.
+
+        Called by: the model at the end of the first step, and of others in which parameters began to be trained. Group
+        dicts and their order stay. State that there is becomes that of the pieces; state that waited for them is loaded.
+        """
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                piece = self._sw_model._sharding.piece(parameter)
+                if piece is None:
+                    continue
+                group["params"][index] = piece.tensor
+                self._sw_pieces[id(piece.tensor)] = piece
+                self._sw_names[id(piece.tensor)] = piece.name
+                if parameter in self.state:
+                    self.state[piece.tensor] = piece_state.cut(self.state.pop(parameter), piece)
+        self.redefined_params = bool(self._sw_pieces)
+        waiting, self._sw_waiting = self._sw_waiting, []
+        for content in waiting:
+            present = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+            groups = [{**g, **now} for g, now in zip(content["param_groups"], present, strict=True)]
+            self._take_over({**content, "param_groups": groups})
+
+    def _held_pieces(self) -> list[Piece | None]:
+        """For each parameter of all groups the piece that stands for it."""
+        return [self._sw_pieces.get(id(p)) for group in self.param_groups for p in group["params"]]
+
     def _note_local_names(self) -> None:
         self._sw_local_names = [[self._sw_names[id(p)] for p in g["params"]] for g in self.param_groups]
         # Ranks of a tp group hold slices of the same parameters, so that one rank's names are those of all.
@@ -155,7 +216,10 @@ class WrappedOptimizer:
     # ------------------------------------------------------------------ training
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's parameters. Called by: every rank, outside a step function."""
+        """Update this rank's parameters. Called by: every rank, outside a step function.
+
+        Collectives: with pieces, an all-gather for every flat buffer of parameters.
+        """
         if step_is_active():
             raise UsageError(
                 "optimizer.step() was called inside a step function",
@@ -165,6 +229,8 @@ class WrappedOptimizer:
         plain = super().step if own is None else own  # type: ignore[misc]
         result = plain() if closure is None else plain(closure)
         self._opt_called = True
+        if self._sw_pieces:
+            self._sw_model._sharding.gather([piece.parameter for piece in self._held_pieces() if piece is not None])
         self._sw_model.refresh_copies(buffers=False)
         return result
 
@@ -188,19 +254,27 @@ class WrappedOptimizer:
             plain(**{spelling: choice})
         for parameter in self._sw_model.copies():
             parameter.grad = None
+        for piece in self._sw_pieces.values():
+            piece.parameter.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters; after partitioning the local ones of them."""
+        """Add a group of the model's parameters; after partitioning the local ones of them.
+
+        Raises: ValueError for a parameter that is in a group already.
+        """
         super().add_param_group(param_group)  # type: ignore[misc]
         added = self.param_groups[-1]
         try:
             _check_groups([added], self._sw_names)
+            _check_once([*_flat(self._sw_full_names), *(self._sw_names[id(p)] for p in added["params"])])
         except UsageError:
             self.param_groups.pop()
             raise
         self._sw_full_names.append([self._sw_names[id(p)] for p in added["params"]])
         if self._sw_model.partitioned:
             self._keep_local()
+        if self._sw_model._sharding.is_settled:
+            self._hold_pieces()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm of all gradients of the whole model; returns the norm before.
@@ -217,8 +291,27 @@ class WrappedOptimizer:
         return content
 
     def local_state_dict(self, gather_if_shard: bool = True) -> StateDict:
-        """torch's form over this rank's parameters, plus `_smp_is_partial: True`. No communication."""
-        return {**self._own_state_dict(), PARTIAL_MARK: True}
+        """torch's form over this rank's parameters, plus `_smp_is_partial: True`.
+
+        With sharded state: the state of this rank's pieces, and where they lie, "_smp_spans". With gather_if_shard it is
+        gathered: on rdp_rank 0, "state" and "_smp_spans" are lists with an entry for each rdp_rank.
+        Called by: every rank of an RDP_GROUP if state is sharded and gathered, else any rank by itself.
+        Collectives: one object gather over RDP_GROUP, or none.
+        """
+        content = {**self._own_state_dict(), PARTIAL_MARK: True}
+        if not self._sw_pieces:
+            return content
+        content[SPANS] = self._spans()
+        if gather_if_shard:
+            with collective_call("optimizer.local_state_dict()", OWNERS):
+                mine = optimizer_state.on_cpu((content["state"], content[SPANS]))
+                everyone = objects.allgather_object(mine, "rdp")
+            if context.world().coordinates.rdp == 0:
+                content["state"], content[SPANS] = [s for s, _ in everyone], [spans for _, spans in everyone]
+        return content
+
+    def _spans(self) -> piece_state.Spans:
+        return {piece.name: piece_state.span_of(piece) for piece in self._held_pieces() if piece is not None}
 
     def _own_state_dict(self) -> StateDict:
         if isinstance(self, torch.optim.Optimizer):
@@ -228,33 +321,61 @@ class WrappedOptimizer:
     def state_dict(self) -> StateDict:
         """The whole model's optimizer state, keyed by index into the unpartitioned order of parameters.
 
-        Called by: every rank of the MP_GROUP. Collectives: one object gather over TP_GROUP if the model is cut over
-        it, and one over PP_GROUP with stages; tensors are on the CPU then.
+        Called by: every rank of the MP_GROUP; with sharded state every rank. Collectives: one object gather over
+        TP_GROUP if the model is cut over it, with sharded state over DP_GROUP instead, and one over PP_GROUP with
+        stages; tensors are on the CPU then.
         """
         mine = self._own_state_dict()
         distribution = self._sw_model._part.distribution
         stages = context.world().table.degrees.pp
-        if not self._sw_model.partitioned or (stages == 1 and not distribution.is_cut):
+        if not self._sw_model.partitioned or (stages == 1 and not distribution.is_cut and not self._sw_pieces):
             return mine
         named = optimizer_state.on_cpu(optimizer_state.by_name(mine, self.param_name_to_index()))
-        with collective_call("optimizer.state_dict()", CALLERS):
-            if distribution.is_cut:
+        with collective_call("optimizer.state_dict()", "every rank" if self._sw_pieces else CALLERS):
+            if self._sw_pieces:
+                parts = self._joined_pieces(named)
+            elif distribution.is_cut:
                 parts = objects.allgather_object(named, "tp")
-                named = {n: optimizer_state.merged([p[n] for p in parts], distribution.specs.get(n)) for n in named}
+            else:
+                parts = [named]
+            named = {n: optimizer_state.merged([p[n] for p in parts], distribution.specs.get(n)) for n in parts[0]}
             everyone = objects.allgather_object(named, "pp")
         return optimizer_state.joined(everyone, mine["param_groups"], self._full_group_names())
+
+    def _joined_pieces(self, named: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The state of what each tp rank of this stage has, from that of all owners' pieces.
+
+        Called by: every rank of a DP_GROUP. Collectives: one object gather over it.
+        """
+        pieces = {piece.name: piece for piece in self._held_pieces() if piece is not None}
+        mine = {n: piece_state.part_of(pieces[n], values) if n in pieces else values for n, values in named.items()}
+        tp_rank, distribution = context.world().coordinates.tp, self._sw_model._part.distribution
+        everyone = objects.allgather_object((tp_rank, mine), "dp")
+        found: list[dict[str, Any]] = []
+        for rank in range(context.world().table.degrees.tp):
+            own = next(content for tp, content in everyone if tp == rank)
+            whole = dict(own)
+            for name in own.keys() & pieces.keys():
+                over_rdp = distribution.is_scaled(pieces[name].parameter)
+                owners = [content for tp, content in everyone if tp == rank or not over_rdp]
+                whole[name] = piece_state.joined([content[name] for content in owners])
+            found.append(whole)
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a partial (this rank's) or full dict; before partitioning it is remembered.
 
         Called by: every rank, or those with rdp_rank() == 0: the other replicas take over the state in the
-        next training step. The caller's dict and its tensors are not changed, now or later.
-        Raises: UsageError if the parameter groups are others.
+        next training step. The caller's dict and its tensors are not changed, now or later. A shard, as
+        `local_state_dict(gather_if_shard=False)` returns it, is loaded by every rank. With `shard_optimizer_state`
+        settings of groups count at once, and state from the end of the first step on.
+        Raises: UsageError if the parameter groups are others, or a shard belongs to other pieces.
         """
         content = dict(state_dict)
         partial = bool(content.pop(PARTIAL_MARK, False))
+        is_own = SPANS in content and not isinstance(content["state"], list)
         if isinstance(content["state"], list):  # one for each rdp_rank
-            content["state"] = content["state"][context.world().coordinates.rdp]
+            self._pick_own(content)
         if not partial:
             optimizer_state.check_groups(content, self._full_group_names())
         if not self._sw_model.partitioned:
@@ -269,8 +390,69 @@ class WrappedOptimizer:
                 i: optimizer_state.sliced(values, distribution.specs.get(names[i]), rank)
                 for i, values in content["state"].items()
             }
-        self._load_local(optimizer_state.owned(content))
+        self._take_over(content)
+        self._sw_loaded = (is_own, {} if is_own else dict(state_dict))
         self._sw_model.optimizer_loaded()
+
+    def _pick_own(self, content: StateDict) -> None:
+        """Keep this rank's entry of a gathered state."""
+        rank = context.world().coordinates.rdp
+        if len(content["state"]) <= rank:
+            raise UsageError(
+                f"the optimizer state has {len(content['state'])} shards, this rank is rdp_rank {rank}",
+                remedy="load it with as many replicas as it was saved with; optimizer.state_dict() is whole and fits"
+                " everywhere",
+            )
+        content["state"] = content["state"][rank]
+        if SPANS in content:
+            content[SPANS] = content[SPANS][rank]
+
+    def _take_over(self, content: StateDict) -> None:
+        """Take over a dict in torch's form, indexed over this rank's groups: state of its parameters, or of its pieces.
+
+        With "_smp_spans" it is that of pieces. Before pieces are held, only the settings of the groups are taken over.
+        """
+        if self._sw_model._gradients.shards and not self._sw_model._sharding.is_settled:
+            optimizer_state.check_groups(content, self._group_names())
+            for group, loaded in zip(self.param_groups, content["param_groups"], strict=True):
+                group.update(optimizer_state.options(loaded))
+            self._sw_waiting.append(content)
+            return
+        if SPANS in content:
+            piece_state.check_spans(content[SPANS], self._spans())
+            self._load_local(optimizer_state.owned(content))
+            return
+        states: dict[int, Any] = content["state"]
+        pieces = self._held_pieces()
+        own = {
+            i: optimizer_state.owned(values) if (piece := pieces[i]) is None else piece_state.cut(values, piece)
+            for i, values in states.items()
+        }
+        self._load_local({**content, "state": own})
+
+    def _level_replicas(self) -> None:
+        """After loading on some replicas: all take over what was loaded on one.
+
+        Called by: every rank of an RDP_GROUP. Collectives: a broadcast of the state of rdp_rank 0; with sharded state
+        an object gather, and an object broadcast if some replica has loaded nothing.
+        Raises: UsageError if shards were loaded, but not on every rank.
+        """
+        if not self._sw_model._gradients.shards:
+            sync.broadcast_optimizer_state(self._in_torch_form(), "rdp", source=0)  # type: ignore[arg-type]
+            return
+        told = objects.allgather_object(None if self._sw_loaded is None else self._sw_loaded[0], "rdp")
+        if None in told and False in told:
+            source = told.index(False)
+            content = objects.broadcast_object(None if self._sw_loaded is None else self._sw_loaded[1], "rdp", source)
+            if self._sw_loaded is None:
+                self.load_state_dict(content)
+        elif None in told and True in told:
+            raise UsageError(
+                f"optimizer.load_state_dict() was called with a shard of the state on {told.count(True)} of {len(told)}"
+                " replicas, but every rank has a shard of its own",
+                remedy="load every rank's own shard, or a whole state",
+            )
+        self._sw_loaded = None
 
     def _load_local(self, content: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups. Group dicts stay the same

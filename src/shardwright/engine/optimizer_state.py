@@ -96,7 +96,7 @@ def narrowed(content: Mapping[str, Any], full_names: GroupNames, names: GroupNam
         indices = list(range(index, index + len(members)))
         index += len(members)
         local["state"].update({i: state_of[n] for i, n in zip(indices, members, strict=True) if n in state_of})
-        local["param_groups"].append({**_options(group), "params": indices})
+        local["param_groups"].append({**options(group), "params": indices})
     return local
 
 
@@ -164,6 +164,6 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings. Without torch's list of names: loading then keeps the present ones."""
     return {key: value for key, value in group.items() if key not in ("params", PARAM_NAMES)}

@@ -15,6 +15,7 @@ from shardwright.engine.part import Part
 from shardwright.engine.replicas import Replicas
 from shardwright.engine.ties import ReplicatedTies
 from shardwright.errors import UsageError
+from shardwright.memory.activation_offload import Offloader
 from shardwright.pipeline.pipeline_step import PipelineSteps
 from shardwright.topology import context
 from shardwright.transport import collectives
@@ -24,7 +25,9 @@ class StepDuties:
     """The wrapped model's side of `pipeline.step.Driver`.
 
     post_step: hooks for the end of the first (else the next) step.   before_first_step: called once.
-    local_optimizers: the wrapped optimizers, in torch's form over this rank's parameters.
+    after_reduction: called when the gradients of a step are where they belong.
+    optimizers: the wrapped optimizers.
+    offloader: what moves activations to the host and back, if something does.
 
     Loaded replicas: state dicts may be loaded on one replica only (those with rdp_rank() == 0). Replicas tell
     each other at the start of a training step whether anything was loaded since the last one; if so, all take
@@ -40,7 +43,9 @@ class StepDuties:
         broadcast_buffers: bool,
         post_step: HookList,
         before_first_step: Callable[[], None],
-        local_optimizers: Callable[[], list[Any]],
+        after_reduction: Callable[[], None],
+        optimizers: Callable[[], list[Any]],
+        offloader: Offloader | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.num_microbatches = 1
@@ -52,7 +57,9 @@ class StepDuties:
         self._broadcast_buffers = broadcast_buffers
         self.post_step = post_step
         self._before_first_step = before_first_step
-        self._local_optimizers = local_optimizers
+        self._after_reduction = gradients.plain_backward_ended = after_reduction
+        self._optimizers = optimizers
+        self._offloader = offloader
         self._join: Join | None = None
         self._may_train = True
         self._loaded_model = False
@@ -73,19 +80,33 @@ class StepDuties:
     def microbatch_begins(self, index: int, num_microbatches: int) -> None:
         """Before each microbatch; with pipeline stages on the microbatch's own thread."""
         self.num_microbatches = num_microbatches
+        if self._offloader is not None:
+            self._offloader.begin(index)
+
+    def backward_begins(self) -> None:
+        """A microbatch of a step calls backward, on its thread."""
+        if self._offloader is not None:
+            self._offloader.backward_begins()
 
     def step_ends(self) -> None:
         """After the last microbatch, on every rank."""
         if self.ties is not None and self._gradients.has_gradients:
             self.ties.reduce_gradients()
         self._gradients.step_ends(self._join if self._may_train else None)
+        self._forget_microbatches()
         self.num_microbatches = 1
+        self._after_reduction()
         self.post_step.release()
 
     def step_failed(self) -> None:
         """The step raised; nothing of it may be left for the next one."""
         self._gradients.abandon()
+        self._forget_microbatches()
+
+    def _forget_microbatches(self) -> None:
         self.num_microbatches = 1
+        if self._offloader is not None:
+            self._offloader.clear()
 
     # ------------------------------------------------------------------ replicas
 
@@ -121,8 +142,8 @@ class StepDuties:
         if model_loaded or always:
             self._replicas.broadcast()
         if optimizer_loaded:
-            for optimizer in self._local_optimizers():
-                sync.broadcast_optimizer_state(optimizer, "rdp", source=0)
+            for optimizer in self._optimizers():
+                optimizer._level_replicas()
         self._loaded_model = self._loaded_optimizer = False
 
     def model_loaded(self) -> None:
@@ -155,5 +176,5 @@ class StepDuties:
 
     def _final_sync(self, source: int) -> None:
         self._replicas.broadcast(source)
-        for optimizer in self._local_optimizers():
-            sync.broadcast_optimizer_state(optimizer, "dp", source=source)
+        for optimizer in self._optimizers():
+            sync.broadcast_optimizer_state(optimizer._in_torch_form(), "dp", source=source)

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwright.engine.state import StateDict, Translate, state
 from shardwright.log import get_logger, rank_zero
+from shardwright.memory.checkpointing_marks import carry_mark
 from shardwright.partition import manual
 from shardwright.partition.plan import compress_names
 from shardwright.partition.table import render_table
@@ -40,6 +41,15 @@ def _carry_requests(original: nn.Module, made: nn.Module) -> None:
     if stage is not None:
         manual.set_partition(made, stage)
     carry_marks(original, made)
+    lost = carry_mark(original, made)
+    if lost and rank_zero():
+        _log.warning(
+            "activation checkpointing was asked for modules inside a %s that is now a %s without them: %s. Mark its layers"
+            " after the wrap, such as model.get_module().transformer.seq_layers",
+            type(original).__name__,
+            type(made).__name__,
+            _shown(lost),
+        )
 
 
 def _tell(report: Report) -> None:

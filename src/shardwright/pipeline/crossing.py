@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils.checkpoint
 
 from shardwright.errors import PipelineError, UnsupportedOperationError
 from shardwright.log import get_logger, once
@@ -174,7 +173,7 @@ class Crossing:
             if cautious:
                 before = self._look()
             num_args = len(parts) - len(self.keywords)
-            run = _checkpointed(native) if frame.checkpointing and torch.is_grad_enabled() else native
+            run = unit.recomputed(native, within=frame.checkpointing > 0) if torch.is_grad_enabled() else native
             keywords = dict(zip(self.keywords, parts[num_args:], strict=True))
             if watch is None:
                 return run(*parts[:num_args], **keywords)
@@ -428,12 +427,3 @@ def _covers(base: Any, view: Any, offset: int) -> bool:
         return False
     last = offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
     return bool(last < base.numel)
-
-
-def _checkpointed(native: Callable[..., Any]) -> Callable[..., Any]:
-    """Recompute in backward: the model's own checkpointing around this unit, as checkpointing of the unit."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(native, *args, use_reentrant=False, **kwargs)
-
-    return run

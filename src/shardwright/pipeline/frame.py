@@ -7,7 +7,8 @@ of the same program on all ranks; what differs is only who holds what.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -105,12 +106,22 @@ class Frame:
         self.in_backward = False
         self._turns = turns
         self._num_values = 0
+        self._num_streams = 0
         self._leaves: dict[tuple[int, bool], PlacedTensor] = {}
         self._script_leaves: dict[int, tuple[PlacedTensor, int, torch.Tensor]] = {}
         self._sent: dict[int, list[Handle]] = {}
         self.converted: list[Any] = []
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._unit_entries: dict[str, list[Entry]] = {}
+
+    @contextmanager
+    def within_checkpoint(self) -> Iterator[None]:
+        """While open, glue runs whose activations should be recomputed: every unit called in it recomputes its own."""
+        self.checkpointing += 1
+        try:
+            yield
+        finally:
+            self.checkpointing -= 1
 
     def note(self, event: Event) -> None:
         """Enter an event into the program; called before what it stands for."""
@@ -268,7 +279,7 @@ class Frame:
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run real code on this rank on detached leaves and on derived random streams; (result, leaves)."""
         leaves = []
-        seed = rng.derive_seed(self.seed, len(self.calls))
+        seed = self.stream(0)
         with native(), context.own_view(), (streams or rng.torch_forked)(seed):
             for value in inputs:
                 assert value.tensor is not None
@@ -278,6 +289,10 @@ class Frame:
                 leaves.append(leaf)
             result = run(leaves)
         return result, leaves
+
+    def stream(self, number: int) -> int:
+        """The seed on which the next call runs; the n-th of its streams, if it has several."""
+        return rng.derive_seed(self.seed, self._num_streams + number)
 
     def record(
         self,
@@ -295,6 +310,7 @@ class Frame:
             kept = [None] * len(outputs) if results is None else [t.detach() for t in results]
         values = [self.new_value(spec, owner, tensor) for spec, tensor in zip(outputs, kept, strict=True)]
         self.calls.append(Call(label, owner, tuple(outputs)))
+        self._num_streams += 1 if unit is None else unit.num_streams
         self.note(Event("call", owner, cost=self.runtime.cost.get(label, 0.0)))
         if any(spec.requires_grad for spec in outputs):
             positions = [i for i, v in enumerate(inputs) if v.spec.requires_grad]

@@ -91,11 +91,8 @@ def _apply_in_glue(cls: type, *args: Any, **kwargs: Any) -> Any:
         return _apply.__func__(cls, *args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         function, _preserve_rng_state, *inputs = args
-        frame.checkpointing += 1
-        try:
+        with frame.within_checkpoint():
             return function(*inputs)
-        finally:
-            frame.checkpointing -= 1
     function = _as_function(cls, f"{cls.__name__}.apply", _apply.__func__)
     return handle_torch_function(function, (), *args, **kwargs)
 
@@ -129,11 +126,8 @@ def _checkpoint_in_glue(function: Any, *args: Any, **kwargs: Any) -> Iterator[No
     if frame is None:
         yield from _plain_generator(function, *args, **kwargs)
         return
-    frame.checkpointing += 1
-    try:
+    with frame.within_checkpoint():
         yield
-    finally:
-        frame.checkpointing -= 1
 
 
 def _backward_in_glue(tensors: Any, *args: Any, **kwargs: Any) -> None:

@@ -11,9 +11,11 @@ every rank, and the modules inside are the units.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -23,10 +25,13 @@ from shardwright.pipeline.kept import Kept
 from shardwright.pipeline.placed import current_frame
 from shardwright.pipeline.runtime import Registered, Runtime, harmless_hooks
 from shardwright.pipeline.spec_cache import SpecCache
+from shardwright.topology import rng
 
 if TYPE_CHECKING:
     from shardwright.pipeline.frame import Frame
 
+
+Call = Callable[..., Any]
 
 _DYNAMIC = "_shardwright_dynamic_shapes"
 
@@ -43,13 +48,24 @@ def carry_marks(module: nn.Module, successor: nn.Module) -> None:
 
 
 class Unit:
-    """The border of one module: stands in front of its `__call__`."""
+    """The border of one module: stands in front of its `__call__`.
 
-    def __init__(self, runtime: Runtime, name: str, module: nn.Module, owner: int) -> None:
+    path: where the module hangs in the model, if that is not its name.
+    num_streams: on how many random streams a call runs.
+    recompute: makes its calls recompute their activations in backward, if they should.   recompute_within: the same for
+        calls within a module that should, but runs as glue.
+    """
+
+    num_streams = 1
+
+    def __init__(self, runtime: Runtime, name: str, module: nn.Module, owner: int, path: str | None = None) -> None:
         self.runtime = runtime
         self.name = name
+        self.path = name if path is None else path
         self.module = module
         self.owner = owner
+        self.recompute: Callable[[Call], Call] | None = None
+        self.recompute_within: Callable[[Call], Call] = _as_torch_does
         self.cache = SpecCache(runtime)
         self._call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
@@ -77,7 +93,7 @@ class Unit:
         """(full name, module, key) of every buffer inside."""
         return [
             (f"{path}.{key}" if path else key, m, key)
-            for path, m in self.module.named_modules(prefix=self.name)
+            for path, m in self.module.named_modules(prefix=self.path)
             for key in m._buffers
         ]
 
@@ -119,11 +135,15 @@ class Unit:
         frame = current_frame()
         if frame is None:
             self._demand_owner()
-            return self._call(*args, **kwargs)
+            return self.recomputed(self._call)(*args, **kwargs)
         hooked = self._hooked()
         if hooked is None:
-            return call_unit(frame, self, self._call, args, kwargs)
+            return call_unit(frame, self, self._native(frame), args, kwargs)
         return self._run_as_glue(args, kwargs) if hooked == "inside" else self._run_with_hooks(args, kwargs)
+
+    def _native(self, frame: Frame) -> Call:
+        """What runs on the owner when the microbatch calls the unit."""
+        return self._call
 
     def _hooked(self) -> Literal["root", "inside"] | None:
         """Where Python code looks into this unit, if it does."""
@@ -149,9 +169,19 @@ class Unit:
                 remedy="call the model inside a function decorated with @smp.step",
             )
 
+    def recomputed(self, native: Call, *, within: bool = False) -> Call:
+        """`native` with activations recomputed in backward, if the unit should, or is called `within` such glue."""
+        if self.recompute is not None:
+            return self.recompute(native)
+        return self.recompute_within(native) if within else native
+
     def _run_as_glue(self, args: Any, kwargs: Any) -> Any:
         """A module inside has hooks that Python sees: every rank runs this forward, its children are units."""
-        return self.module._call_impl(*args, **kwargs)
+        frame = current_frame()
+        if self.recompute is None or frame is None:
+            return self.module._call_impl(*args, **kwargs)
+        with frame.within_checkpoint():
+            return self.module._call_impl(*args, **kwargs)
 
     def _run_with_hooks(self, args: Any, kwargs: Any) -> Any:
         """The module itself has hooks: they run as glue on every rank, and only its forward is the unit."""
@@ -161,6 +191,32 @@ class Unit:
         elif not isinstance(forward, _ForwardBorder):
             return self._run_as_glue(args, kwargs)
         return self.module._call_impl(*args, **kwargs)
+
+
+class Group(Unit):
+    """Consecutive children of an `nn.Sequential` on one stage, called as one; each on a stream of its own, as alone.
+
+    name: in words.   path: of the Sequential.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, children: Mapping[str, nn.Module], owner: int, path: str) -> None:
+        chain = nn.Sequential()
+        for key, child in children.items():
+            chain.add_module(key, child)
+        super().__init__(runtime, name, chain, owner, path)
+        self._children = tuple(children.values())
+        self.num_streams = len(children)
+
+    def _native(self, frame: Frame) -> Call:
+        seeds = [frame.stream(number) for number in range(self.num_streams)]
+
+        def run(value: Any) -> Any:
+            for child, seed in zip(self._children, seeds, strict=True):
+                with rng.forked(seed):
+                    value = child(value)
+            return value
+
+        return run
 
 
 class _ForwardBorder:
@@ -186,7 +242,7 @@ def _has_global_hooks() -> bool:
 def _is_hooked(attributes: dict[str, Any]) -> bool:
     """Has this module forward hooks, or a forward of its own, that Python code may be looking at?"""
     forward = attributes.get("forward")
-    if forward is not None and not isinstance(forward, _ForwardBorder):
+    if forward is not None and not isinstance(forward, _ForwardBorder) and not hasattr(forward, "runs_natively"):
         plain = getattr(type(getattr(forward, "__self__", None)), "forward", None)
         if getattr(forward, "__func__", forward) is not plain:  # a patch that was taken back leaves the method itself
             return True
@@ -194,6 +250,15 @@ def _is_hooked(attributes: dict[str, Any]) -> bool:
         if hooks and not all(any(test(hook) for test in harmless_hooks) for hook in hooks.values()):
             return True
     return False
+
+
+def _as_torch_does(native: Call) -> Call:
+    """The model's own checkpointing around a unit, as checkpointing of the unit."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(native, *args, use_reentrant=False, **kwargs)
+
+    return run
 
 
 def call_unit(frame: Frame, unit: Unit, native: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -113,7 +113,9 @@ def set_state(kept: dict[str, Any]) -> None:
 
 
 def _common() -> int:
+    before = torch.default_generator.get_state()
     number = torch.tensor([_draw()])
+    torch.default_generator.set_state(before)  # the first block draws its mark where a recomputation will draw it
     if comm.size() > 1:
         collectives.broadcast_tensor(number, "tp")
     return int(number.item())

@@ -42,6 +42,7 @@ from shardwright.engine.queries import (
     num_microbatches,
     set_partition,
 )
+from shardwright.engine.recomputation import set_activation_checkpointing
 from shardwright.partition.manual import partition
 from shardwright.partition.trace import is_tracing
 from shardwright.pipeline.outputs import StepOutput
@@ -186,7 +187,6 @@ __all__ = [
 delay_param_initialization = _not_built.function("delay_param_initialization")
 register_parameter = _not_built.function("register_parameter")
 save_on_signal = _not_built.function("save_on_signal")
-set_activation_checkpointing = _not_built.function("set_activation_checkpointing")
 
 # The original's documents spell this one in three ways.
 delayed_param_initialization = delay_param_initialization

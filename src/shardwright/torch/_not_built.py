@@ -16,11 +16,6 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
     "half precision (float32 masters and a loss scale that all ranks agree on) is missing": (
         "amp.GradScaler",
     ),
-    "activation checkpointing (recompute in backward) is missing": (
-        "patches.checkpoint.checkpoint",
-        "patches.checkpoint.checkpoint_sequential",
-        "set_activation_checkpointing",
-    ),
     "delayed parameter initialisation (parameters built on their owner only) is missing": (
         "delay_param_initialization",
     ),

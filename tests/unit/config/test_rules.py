@@ -176,9 +176,9 @@ def test_missing_feature_raises_only_when_switched_on(key: str) -> None:
 
 def test_missing_features_are_listed_together() -> None:
     with pytest.raises(NotImplementedError) as failure:
-        check_supported(config(fp16=True, offload_activations=True, delayed_parameter_initialization=True))
+        check_supported(config(fp16=True, shard_optimizer_state=True, delayed_parameter_initialization=True))
     message = str(failure.value)
-    assert all(f"'{key}'" in message for key in ("fp16", "offload_activations", "delayed_parameter_initialization"))
+    assert all(f"'{key}'" in message for key in ("fp16", "shard_optimizer_state", "delayed_parameter_initialization"))
 
 
 def test_settings_that_change_nothing_yet_are_accepted() -> None:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from loopback import Loopback, install
 from shardwright.data_parallel import grad_norm
-from shardwright.data_parallel.grad_norm import NonFiniteGradientError, clip_grad_norm_, global_grad_norm
+from shardwright.data_parallel.grad_norm import (
+    HeldGradient,
+    NonFiniteGradientError,
+    clip_grad_norm_,
+    global_grad_norm,
+    gradients_of,
+)
 from shardwright.errors import UsageError
 
 SIZES = [5, 2049, 1024, 300_000, 0, 77]
@@ -31,6 +37,10 @@ def part(rank: int, scale: float = 1.0) -> list[tuple[str, nn.Parameter]]:
     return [n for i, n in enumerate(named(scale)) if i % 2 == rank]
 
 
+def held(pairs: list[tuple[str, nn.Parameter]]) -> list[HeldGradient]:
+    return gradients_of(p for _, p in pairs)
+
+
 def truth(norm_type: float) -> float:
     flat = torch.cat([p.grad.double() for _, p in named() if p.grad is not None])
     return float(flat.norm(norm_type))
@@ -43,7 +53,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Loopback:
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0, 3.0])
 def test_norm_equals_that_of_one_process(three: Loopback, norm_type: float) -> None:
-    norms = three.run(lambda rank: global_grad_norm(part(rank), norm_type=norm_type))
+    norms = three.run(lambda rank: global_grad_norm(held(part(rank)), norm_type=norm_type))
     assert all(torch.equal(n, norms[0]) for n in norms)
     assert norms[0].dtype == torch.float32
     assert norms[0].item() == pytest.approx(truth(norm_type), rel=1e-6)
@@ -54,7 +64,7 @@ def test_norm_equals_that_of_one_process(three: Loopback, norm_type: float) -> N
 def test_clipping_scales_all_by_one_factor(three: Loopback, max_norm: float) -> None:
     def body(rank: int) -> tuple[Tensor, list[Tensor | None]]:
         mine = part(rank)
-        return clip_grad_norm_(mine, max_norm), [p.grad for _, p in mine]
+        return clip_grad_norm_(held(mine), max_norm), [p.grad for _, p in mine]
 
     results = three.run(body)
     reference = named()
@@ -73,7 +83,7 @@ def test_counted_elsewhere_and_listed_twice(monkeypatch: pytest.MonkeyPatch) -> 
         w = nn.Parameter(torch.zeros(4))
         w.grad = torch.full((4,), 3.0)
         pairs = [("tied", w), ("again", w)]
-        norm = clip_grad_norm_(pairs, 3.0, counted_elsewhere=lambda name, p: rank == 1)
+        norm = clip_grad_norm_(held(pairs), 3.0, counted_here=lambda h: h.gradient if rank == 0 else None)
         return norm.item(), float(w.grad[0])
 
     assert world.run(body) == [(6.0, pytest.approx(1.5))] * 2
@@ -91,7 +101,7 @@ def test_dtypes_layouts_and_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     table(torch.tensor([1, 1])).sum().backward()
     pairs = [("i", image), ("h", half), ("d", double), ("t", table.weight)]
     wanted = math.sqrt(9600 + 3000 * 1e4 + 2 + 2 * 4)
-    (norm,) = world.run(lambda rank: clip_grad_norm_(pairs, wanted / 2))
+    (norm,) = world.run(lambda rank: clip_grad_norm_(held(pairs), wanted / 2))
     assert norm.item() == pytest.approx(wanted, rel=1e-6)
     assert image.grad.flatten()[0].item() == pytest.approx(0.5)
     assert table.weight.grad.to_dense()[1].tolist() == pytest.approx([1.0, 1.0])
@@ -106,8 +116,8 @@ def test_non_finite_on_one_rank_is_known_to_all(three: Loopback, norm_type: floa
             assert mine[0][1].grad is not None
             mine[0][1].grad[3] = bad
         with pytest.raises(NonFiniteGradientError, match="gradient norm of order"):
-            clip_grad_norm_(mine, 1.0, norm_type=norm_type, error_if_nonfinite=True)
-        return clip_grad_norm_(mine, 1.0, norm_type=norm_type).item()
+            clip_grad_norm_(held(mine), 1.0, norm_type=norm_type, error_if_nonfinite=True)
+        return clip_grad_norm_(held(mine), 1.0, norm_type=norm_type).item()
 
     for norm in three.run(body):
         assert math.isnan(norm) if math.isnan(bad) else norm == math.inf

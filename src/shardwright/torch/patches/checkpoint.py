@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from shardwright.torch import _not_built
+from shardwright.engine.recomputation import checkpoint, checkpoint_sequential
 
 __all__ = ["checkpoint", "checkpoint_sequential"]
-
-checkpoint = _not_built.function("patches.checkpoint.checkpoint")
-checkpoint_sequential = _not_built.function("patches.checkpoint.checkpoint_sequential")

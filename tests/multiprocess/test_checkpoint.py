@@ -374,19 +374,9 @@ def test_what_is_not_there_is_reported_on_every_rank(pool2: RankPool, path: Path
     assert "step_2_partial" in text
 
 
-def test_full_checkpoints_say_that_they_come_later(pool2: RankPool, path: Path) -> None:
-    assert (
-        "NotImplementedError"
-        in same_on_all(run(pool2, ranks.save_error, str(path), partial=False, config=TWO_STAGES))[0]
-    )
+def test_a_full_checkpoint_is_told_from_a_partial_one(pool2: RankPool, path: Path) -> None:
     path.mkdir()
     torch.save({}, path / "full.pt")
-    assert (
-        "NotImplementedError"
-        in same_on_all(
-            run(pool2, ranks.resume_error, str(path), tag="full.pt", partial=False, config=TWO_STAGES)
-        )[0]
-    )
     assert (
         "full checkpoint 'full.pt'"
         in same_on_all(run(pool2, ranks.resume_error, str(path), tag="full.pt", config=TWO_STAGES))[1]

@@ -96,6 +96,11 @@ class HashingWriter:
             self._file.close()
 
 
+def checksums_skipped() -> bool:
+    """Did the user switch off the comparison of checksums when loading?"""
+    return os.environ.get(SKIP_CHECKSUMS_ENV, "").strip().lower() in ("1", "true", "yes", "on")
+
+
 def file_digest(path: Path) -> str:
     """Return the xxh3_128 of a file, hex. Reads it once."""
     digest = xxhash.xxh3_128()

@@ -12,13 +12,13 @@ from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint import choice, folder, integrity, layout, random_state, safe_loading, state
+from shardwright.checkpoint import choice, folder, full, integrity, layout, random_state, safe_loading, state
 from shardwright.checkpoint.choice import Choice
 from shardwright.checkpoint.collective import absolute, agree, collect, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.manifest import OBJECT
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
-from shardwright.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from shardwright.errors import CheckpointError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology import rng
 from shardwright.topology.context import world
@@ -68,22 +68,22 @@ def resume_from_checkpoint(
     load_optimizer_states: bool | None = None,
     trust: bool | None = None,
 ) -> Any:
-    """Continue from a checkpoint that `save_checkpoint` wrote with the same layout.
+    """Continue from a checkpoint that `save_checkpoint` wrote: a partial one with the same layout, a full one with any.
 
     Called by: every rank of the world, with the same arguments, after both wrappers were made.
     Collectives: a few small ones over the world, one more when the tensors are loaded.
     tag: with or without "_partial"; None takes the one in `path/newest`, or, where that one is incomplete,
     the latest complete one, and says so.   strict: names must match, and this rank's random state must be
     there. load_optimizer (or load_optimizer_states): False leaves the optimizer fresh.
-    load_sharded_optimizer_state, translate_function: for sharded data parallelism and full checkpoints,
-    without effect here.
+    translate_function: for full checkpoints, see `full.resume`.
+    load_sharded_optimizer_state: for sharded data parallelism, without effect here.
     trust: load files that could run code.
     The saved partition is taken over and the random state restored at once; tensors are loaded when the model
     is partitioned: now with one stage, else during the first step.
     Returns: the user content, {} if there is none.
     Raises: the same error on every rank. CheckpointNotFoundError (a FileNotFoundError) naming folder, tag and
         what is there; CheckpointError if the checkpoint is damaged, was saved with another layout, or doesn't
-        fit the model; UsageError before the model is wrapped; NotImplementedError for full checkpoints.
+        fit the model; UsageError before the model is wrapped.
     """
     where = absolute(path)
     with_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
@@ -108,7 +108,15 @@ def resume_from_checkpoint(
         )
     root = folder.local_root(where)
     if not partial:
-        _refuse_full(root, tag)
+        return full.resume(
+            root,
+            tag,
+            model,
+            optimizer if with_optimizer else None,
+            strict=strict,
+            translate_function=translate_function,
+            trust=trust,
+        )
     request = _Request(root, tag, strict, trust, model, optimizer if with_optimizer else None)
     chosen, files = _choose_whole(request)
     run_everywhere(_CALL, lambda: _check_names(chosen, request))
@@ -126,21 +134,6 @@ def resume_from_checkpoint(
     if rank_zero():
         _log.info("resuming from %s", chosen.folder)
     return {} if content is None else content
-
-
-def _refuse_full(root: Path, tag: str | int | None) -> None:
-    """Full checkpoints come later; but one that isn't there is reported as not there."""
-
-    def look() -> None:
-        name = None if tag is None else layout.check_tag(tag)
-        if name is None or not (root / name).is_file():
-            raise CheckpointNotFoundError(
-                f"no full checkpoint {'(no tag given)' if name is None else repr(name)} in {root}",
-                remedy=folder.candidates(root) + ", with partial=True",
-            )
-
-    run_on_rank_zero(_CALL, look)
-    raise NotImplementedError("full checkpoints (partial=False) are not there yet; resume with partial=True")
 
 
 def _choose_whole(request: _Request) -> tuple[Choice, _Files]:
@@ -204,15 +197,9 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
 
 
 def _verify(chosen: Choice, files: _Files, request: _Request) -> list[integrity.Problem]:
-    checksums = os.environ.get(integrity.SKIP_CHECKSUMS_ENV, "").strip().lower() not in (
-        "1",
-        "true",
-        "yes",
-        "on",
-    )
-    return integrity.check_files(
-        chosen.folder, chosen.manifest, files.required(strict=request.strict), checksums=checksums
-    )
+    names = files.required(strict=request.strict)
+    checksums = not integrity.checksums_skipped()
+    return integrity.check_files(chosen.folder, chosen.manifest, names, checksums=checksums)
 
 
 def _check_names(chosen: Choice, request: _Request) -> None:

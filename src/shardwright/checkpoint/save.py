@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import shardwright
-from shardwright.checkpoint import layout, random_state, retention, safe_loading, state
+from shardwright.checkpoint import full, layout, random_state, retention, safe_loading, state
 from shardwright.checkpoint.collective import (
     absolute,
     agree,
@@ -66,7 +66,8 @@ def save_checkpoint(
     *,
     trust: bool | None = None,
 ) -> None:
-    """Save the training state as `path/{tag}_partial`, and make it the one to resume from.
+    """Save the training state as `path/{tag}_partial`, or the whole model as `path/{tag}` (see `full`), and make it the
+    one to resume from.
 
     Called by: every rank of the world, with the same path and tag, outside a step.
     Collectives: four small ones over the world; returns when all ranks have finished.
@@ -74,11 +75,12 @@ def save_checkpoint(
     that tag is replaced in one step.   model, optimizer: the wrappers; None leaves their files out.
     user_content: what resume gives back, taken from rank 0: plain values, collections, tensors, numpy (see
     `safe_loading`).   num_kept_partial_checkpoints: delete the oldest until so many are left; None: keep all.
+    translate_if_full: give a full checkpoint the names that the model had before modules were replaced.
     trust: also accept user content that safe loading refuses.
     Also saved, for every rank: the state of its random generators.
     Raises: the same error on every rank: CheckpointError if ranks disagree, the disk refuses, or content
         can't be loaded again; the previous checkpoint is intact then. UsageError before the model is
-        partitioned. NotImplementedError for partial=False.
+        partitioned.
     """
     where = absolute(path)
     agree(
@@ -93,13 +95,14 @@ def save_checkpoint(
             "trust": safe_loading.trusted(trust),
         },
     )
+    root = local_root(where)
     if not partial:
-        raise NotImplementedError(
-            "full checkpoints (partial=False) are not there yet; save with partial=True"
-        )
+        name = layout.check_tag(tag)
+        trusted = safe_loading.trusted(trust)
+        full.save(root, name, model, optimizer, user_content, translate=translate_if_full, trust=trusted)
+        return
     folder = layout.partial_folder(tag)
     retention.check_count(num_kept_partial_checkpoints)
-    root = local_root(where)
     save = _Save(root, folder, model, optimizer, safe_loading.trusted(trust))
     save.run(user_content, num_kept_partial_checkpoints)
 

@@ -45,6 +45,10 @@ class CheckpointModel(Protocol):
     def partitioned(self) -> bool:
         """True once this rank knows and holds its own part."""
 
+    @property
+    def is_delayed(self) -> bool:
+        """True while parameters have no memory: those of this rank get some when the model is partitioned."""
+
     def names_and_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every key of the unpartitioned state dict with its whole shape; equal on all ranks, known before
         partitioning.
@@ -88,6 +92,17 @@ class CheckpointModel(Protocol):
         strict.
         """
 
+    def whole_state_dict(self, *, translate: bool) -> dict[str, Any]:
+        """The whole model on world rank 0, tensors on the CPU; {} on the others. Called by: every rank; it communicates.
+
+        translate: in the names of the model before modules were replaced.
+        """
+
+    def load_whole(self, content: Mapping[str, Any], *, strict: bool, translated: bool) -> None:
+        """Copy this rank's share of whole tensors. translated: the names are the wrapped model's; otherwise they may
+        be the original's.
+        """
+
     def random_position(self) -> Mapping[str, int]:
         """The counters that derived random streams depend on (the step number, ...)."""
 
@@ -112,6 +127,14 @@ class CheckpointOptimizer(Protocol):
         """torch's form: "state" keyed by index over this rank's groups, "param_groups", plus
         `_smp_is_partial: True`.
         """
+
+    def whole_state_dict(self) -> dict[str, Any] | None:
+        """The whole optimizer's state on world rank 0, in torch's form with `PARAM_NAMES`; None on the others.
+        Called by: every rank; it communicates.
+        """
+
+    def load_whole(self, state: dict[str, Any], *, strict: bool) -> None:
+        """Take over this rank's share of such a dict."""
 
     def load_local(self, state: dict[str, Any]) -> None:
         """Take over a dict in that form, indices as in `group_names()`. The tensors are the optimizer's to

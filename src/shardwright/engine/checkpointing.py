@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import load, save
-from shardwright.checkpoint.state import PARTIAL_MARK, TensorRow, dtype_name
+from shardwright.checkpoint.state import PARAM_NAMES, PARTIAL_MARK, TensorRow, attach_by_name, dtype_name
 from shardwright.engine import weights
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import WrappedOptimizer
@@ -20,6 +20,7 @@ from shardwright.engine.state import state
 from shardwright.errors import UsageError
 from shardwright.partition.plan import PartitionPlan
 from shardwright.tensor_parallel import randomness
+from shardwright.topology import context
 
 StateDict = dict[str, Any]
 
@@ -98,6 +99,11 @@ class SavedModel:
         """True once this rank holds its own part only."""
         return self._model.partitioned
 
+    @property
+    def is_delayed(self) -> bool:
+        """True while parameters have no memory."""
+        return any(parameter.is_meta for parameter in self._part.module.parameters())
+
     def names_and_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor of the plain state dict with its whole shape."""
         return self._part.shapes()
@@ -138,6 +144,18 @@ class SavedModel:
         content = {name: value for name, value in state.items() if name != PARTIAL_MARK}
         weights.load(self._part, content, self._part.held_state().keys(), strict=strict, slices=True)
 
+    def whole_state_dict(self, *, translate: bool) -> StateDict:
+        """The whole model on world rank 0; {} on the others."""
+        content = self._model.state_dict(gather_to_rank0=True)
+        if translate and content:
+            for to_original, _ in state.module_manager.translate_functions:
+                content = to_original(content)
+        return content
+
+    def load_whole(self, content: Mapping[str, Any], *, strict: bool, translated: bool) -> None:
+        """Copy this rank's share of whole tensors."""
+        self._model.load_state_dict({**content, PARTIAL_MARK: False} if translated else content, strict=strict)
+
     def random_position(self) -> Mapping[str, int]:
         """Where the streams of distributed modules stand; {} before they were used.
 
@@ -172,6 +190,17 @@ class SavedOptimizer:
     def local_state_dict(self, *, gather_if_shard: bool = True) -> StateDict:
         """torch's form over this rank's parameters, with the mark of partial state dicts."""
         return self._optimizer.local_state_dict(gather_if_shard)
+
+    def whole_state_dict(self) -> StateDict | None:
+        """The whole optimizer's state on world rank 0."""
+        content = self._optimizer.state_dict()
+        if context.world().rank > 0:
+            return None
+        return {**content, PARAM_NAMES: [name for names in self.full_group_names() for name in names]}
+
+    def load_whole(self, state: StateDict, *, strict: bool) -> None:
+        """Take over this rank's share of a whole state."""
+        self._optimizer.load_state_dict(attach_by_name(state, self.full_group_names(), strict=strict))
 
     def load_local(self, state: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups."""

@@ -51,6 +51,20 @@ def replace_text(path: Path, text: str, *, unique: str) -> None:
     fsync_folder(path.parent)
 
 
+def keep_as(path: Path, second: Path) -> None:
+    """Give a file a second name, in place of what has that; where there are no hard links, it only has the second name
+    then. Does nothing if there is no such file.
+    """
+    second.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        try:
+            os.link(path, second)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            os.replace(path, second)
+
+
 def publish(temporary: Path, final: Path, *, unique: str) -> None:
     """Give a finished folder its final name; at no moment is the tag without a complete checkpoint.
 

@@ -1,0 +1,395 @@
+"""Full checkpoints: the whole model in one file that plain torch, and transformers, can load.
+
+    path/
+      {tag}                   torch.save of the state dict itself
+      user_content_{tag}      what resume gives back
+      optimizer_{tag}         the whole optimizer state, if an optimizer was given
+      manifest_{tag}.json     written last: the commit mark
+      newest                  the tag
+
+Several loose files can't be replaced in one step. While a tag is saved again, each old file keeps a second name that
+ends in ".previous"; a manifest, old or new, is valid with whichever of the two has its checksum. So at every moment
+one of the two saves is whole.
+
+A file without a manifest is taken as it is: scripts write `fullmodel.pt` themselves.
+
+Source: api.md 9.5 to 9.7, design.md section 6.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwright
+from shardwright.checkpoint import integrity, layout, safe_loading, state
+from shardwright.checkpoint.collective import present_layout, run_everywhere, run_on_rank_zero
+from shardwright.checkpoint.layout import Role
+from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, Slice
+from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
+from shardwright.checkpoint.storage import local
+from shardwright.errors import CheckpointError, CheckpointNotFoundError
+from shardwright.log import get_logger, rank_zero
+from shardwright.topology.context import world
+
+_log = get_logger(__name__)
+
+Translate = Callable[[dict[str, Any]], dict[str, Any]]
+
+_HUGGING_FACE = "pytorch_model.bin"
+"""Under this tag transformers resumes, whatever it has saved; see `_hugging_face_file`."""
+
+
+# ------------------------------------------------------------------ saving
+
+
+def save(
+    root: Path,
+    tag: str,
+    model: CheckpointModel | None,
+    optimizer: CheckpointOptimizer | None,
+    user_content: Any,
+    *,
+    translate: bool,
+    trust: bool,
+) -> None:
+    """Write a full checkpoint, and make it the one that `newest` names.
+
+    Called by: every rank of the world. Collectives: those that gather the model (and the optimizer) to world rank 0,
+        which writes; a few small ones.
+    translate: give tensors the names of the model before modules were replaced.
+    Raises: the same error on every rank; an earlier checkpoint of that tag is intact then.
+    """
+    call = f"save_checkpoint of {tag!r}"
+    started = time.monotonic()
+    save_id = run_on_rank_zero(call, lambda: _prepare(root, tag))
+    content = run_everywhere(call, lambda: {} if model is None else model.whole_state_dict(translate=translate))
+    moments = run_everywhere(call, lambda: None if optimizer is None else optimizer.whole_state_dict())
+    job = _Save(root, tag, save_id, trust)
+
+    def write() -> int:
+        if model is not None:
+            job.write(tag, "model", content)
+        if moments is not None:
+            job.write(_optimizer_file(tag), "optimizer", moments)
+        job.write(_user_content_file(tag), "user_content", {} if user_content is None else user_content)
+        ties = () if model is None else tuple(tuple(names) for names in model.tied_names())
+        groups = () if optimizer is None else tuple(tuple(names) for names in optimizer.full_group_names())
+        return job.publish(_model_entries(tag, content), ties, groups)
+
+    try:
+        size_bytes = run_on_rank_zero(call, write)
+    except BaseException:
+        if world().rank == 0:
+            job.discard()
+        raise
+    if rank_zero():
+        _log.info("saved %s: %.1f MB in %.1f s", root / tag, size_bytes / 1e6, time.monotonic() - started)
+
+
+class _Save:
+    """The files of one save. Used on world rank 0."""
+
+    def __init__(self, root: Path, tag: str, save_id: str, trust: bool) -> None:
+        self._root = root
+        self._tag = tag
+        self._save_id = save_id
+        self._trust = trust
+        self._files: dict[str, FileRecord] = {}
+
+    def write(self, name: str, role: Role, content: Any) -> None:
+        """Put a file on the disk under a name that nobody reads."""
+        path = self._temporary(name)
+        size_bytes, digest = safe_loading.write_file(path, content, trust=self._trust, name=name)
+        self._files[name] = FileRecord(size_bytes, digest, role, writer=0)
+
+    def publish(
+        self, entries: tuple[Entry, ...], ties: tuple[tuple[str, ...], ...], groups: tuple[tuple[str, ...], ...]
+    ) -> int:
+        """Give the files their names, the manifest last, and move `newest`. Returns bytes."""
+        manifest = Manifest(
+            tag=self._tag,
+            save_id=self._save_id,
+            saved_at_s=int(time.time()),
+            layout=present_layout(),
+            versions={
+                "shardwright": shardwright.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            files=self._files,
+            entries=entries,
+            ties=ties,
+            param_groups=groups,
+            kind="full",
+        )
+        data = manifest.to_bytes()
+        mark = _manifest_file(self._tag)
+        local.write_durably(self._temporary(mark), data)
+        kept = [*self._files, _optimizer_file(self._tag), mark]
+        for name in kept:
+            local.keep_as(self._root / name, self._root / (name + layout.PREVIOUS_SUFFIX))
+        for name in (*self._files, mark):
+            os.replace(self._temporary(name), self._root / name)
+        if _optimizer_file(self._tag) not in self._files:
+            (self._root / _optimizer_file(self._tag)).unlink(missing_ok=True)
+        local.fsync_folder(self._root)
+        local.replace_text(self._root / layout.NEWEST, self._tag, unique=self._save_id)
+        for name in kept:
+            (self._root / (name + layout.PREVIOUS_SUFFIX)).unlink(missing_ok=True)
+        return len(data) + sum(record.size_bytes for record in self._files.values())
+
+    def discard(self) -> None:
+        """Delete what was not published."""
+        for path in self._root.glob(f"{layout.WORK_PREFIX}*{self._save_id}"):
+            with suppress(OSError):
+                path.unlink()
+
+    def _temporary(self, name: str) -> Path:
+        return self._root / layout.saving_folder(name, self._save_id)
+
+
+def _prepare(root: Path, tag: str) -> str:
+    """Rank 0: clean up, and settle what an interrupted save of this tag left. Returns the save's id."""
+    save_id = uuid.uuid4().hex
+    root.mkdir(parents=True, exist_ok=True)
+    if (root / tag).is_dir():
+        raise CheckpointError(f"{root / tag} is a folder, so no full checkpoint can have that name")
+    local.clean_leftovers(root, unique=save_id)
+    whole = _whole_set(root, tag, checksums=True)
+    if whole is not None:
+        for name, path in whole[1].items():
+            if path.name != name:
+                os.replace(path, root / name)
+    for name in (tag, _user_content_file(tag), _optimizer_file(tag), _manifest_file(tag)):
+        (root / (name + layout.PREVIOUS_SUFFIX)).unlink(missing_ok=True)
+    return save_id
+
+
+def _model_entries(tag: str, content: Mapping[str, Any]) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(
+            "model", n, None, tuple(t.shape), state.dtype_name(t), (Slice(tag, (n,), (0,) * t.dim(), tuple(t.shape)),)
+        )
+        for n, t in content.items()
+        if isinstance(t, torch.Tensor)
+    )
+
+
+def _user_content_file(tag: str) -> str:
+    return f"user_content_{tag}"
+
+
+def _optimizer_file(tag: str) -> str:
+    return f"optimizer_{tag}"
+
+
+def _manifest_file(tag: str) -> str:
+    return f"manifest_{tag}.json"
+
+
+# ------------------------------------------------------------------ resuming
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The files of a full checkpoint. model: several if Hugging Face sharded it; None where it has none."""
+
+    model: tuple[Path, ...]
+    optimizer: Path | None
+    user_content: Path | None
+
+
+def resume(
+    root: Path,
+    tag: str | int | None,
+    model: CheckpointModel,
+    optimizer: CheckpointOptimizer | None,
+    *,
+    strict: bool,
+    translate_function: Translate | None,
+    trust: bool,
+) -> Any:
+    """Load a full checkpoint, or a whole state dict that a script has put there, into any layout.
+
+    Called by: every rank of the world. Collectives: a few small ones; tensors are read from the file by every rank, mapped,
+        each only what it needs.
+    tag: None takes the one in `newest`. `pytorch_model.bin` also stands for what transformers writes in its place.
+    translate_function: makes the model's own names of the file's; without it names of the original model are recognised.
+    Optimizer state is loaded where the checkpoint has some. All is loaded at once, except into a model whose parameters
+    have no memory before they are placed.
+    Returns: the user content, {} if there is none.
+    Raises: as `load.resume_from_checkpoint`, the same error on every rank.
+    """
+    call = "resume_from_checkpoint(partial=False)"
+    name = run_on_rank_zero(call, lambda: _tag(root, tag))
+    found = run_on_rank_zero(call, lambda: _find(root, name))
+
+    def read() -> tuple[dict[str, Any], Any, Any]:
+        content: dict[str, Any] = {}
+        for path in found.model:
+            content.update(_state_dict(path, trust=trust))
+        if translate_function is not None:
+            content = translate_function(content)
+        _tie_again(content, model)
+        moments = None
+        if optimizer is not None and found.optimizer is not None:
+            moments = safe_loading.read_file(found.optimizer, trust=trust)
+        user: Any = {}
+        if found.user_content is not None and found.user_content.stat().st_size:
+            user = safe_loading.read_file(found.user_content, trust=trust, mmap=False)
+        return content, moments, user
+
+    content, moments, user = run_everywhere(call, read)
+    if not found.model and strict:
+        raise CheckpointError(
+            f"checkpoint {name!r} holds no model: it was saved with model=None",
+            remedy="resume from another checkpoint; strict=False goes on with the present weights",
+        )
+
+    def load() -> None:
+        if found.model:
+            model.load_whole(content, strict=strict, translated=translate_function is not None)
+        if moments is not None and optimizer is not None:
+            optimizer.load_whole(moments, strict=strict)
+
+    def load_everywhere() -> None:
+        run_everywhere(f"{call}, loading {name!r}", load)
+
+    if model.is_delayed:
+        model.run_when_partitioned(load_everywhere)
+    else:
+        load_everywhere()
+    if rank_zero():
+        _log.info("resuming from %s", root / name)
+    return {} if user is None else user
+
+
+def _tie_again(content: dict[str, Any], model: CheckpointModel) -> None:
+    """Give tied tensors all their names: safetensors files hold each tensor once. Not where names are still to be translated."""
+    if not content.keys() <= model.names_and_shapes().keys():
+        return
+    for names in model.tied_names():
+        known = next((name for name in names if name in content), None)
+        if known is not None:
+            content.update((name, content[known]) for name in names if name not in content)
+
+
+def _tag(root: Path, tag: str | int | None) -> str:
+    if tag is not None:
+        return layout.check_tag(tag)
+    try:
+        newest = (root / layout.NEWEST).read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(
+            f"no full checkpoint in {root}: no tag is given and there is no file {layout.NEWEST!r}", remedy=_remedy(root)
+        ) from error
+    return layout.check_tag(newest.removesuffix(layout.PARTIAL_SUFFIX))
+
+
+def _remedy(root: Path) -> str:
+    """Which full checkpoints a folder holds."""
+    if not root.is_dir():
+        return f"check the path: {root} is not a folder"
+    found = sorted(p.name[len("manifest_") : -len(".json")] for p in root.glob("manifest_*.json"))
+    if found:
+        return f"tag= one of {', '.join(found)}"
+    partial = sorted(p.name for p in root.glob("*" + layout.PARTIAL_SUFFIX) if p.is_dir())
+    return f"{root} holds partial checkpoints only: {', '.join(partial)}" if partial else f"{root} holds no checkpoint"
+
+
+def _find(root: Path, tag: str) -> _Found:
+    """Rank 0: the files of a tag, verified against their manifest if there is one."""
+    whole = _whole_set(root, tag, checksums=not integrity.checksums_skipped())
+    if whole is not None:
+        manifest, paths = whole
+        by_role = {record.role: paths[name] for name, record in manifest.files.items()}
+        model = (by_role["model"],) if "model" in by_role else ()
+        return _Found(model, by_role.get("optimizer"), by_role.get("user_content"))
+    if any((root / name).exists() for name in _with_previous(_manifest_file(tag))):
+        raise CheckpointError(
+            f"full checkpoint {tag!r} is damaged: its files don't match its manifest",
+            where=str(root / tag),
+            remedy=f"resume from another checkpoint; {_remedy(root)}",
+        )
+    user = root / _user_content_file(tag)
+    return _Found(_plain_files(root, tag), None, user if user.is_file() else None)
+
+
+def _with_previous(name: str) -> tuple[str, str]:
+    return name, name + layout.PREVIOUS_SUFFIX
+
+
+def _whole_set(root: Path, tag: str, *, checksums: bool) -> tuple[Manifest, dict[str, Path]] | None:
+    """The manifest of a tag whose files are all there, and where each lies; None if there is none."""
+    for mark in _with_previous(_manifest_file(tag)):
+        try:
+            manifest = Manifest.from_bytes((root / mark).read_bytes(), where=str(root / mark))
+        except (OSError, CheckpointError):
+            continue
+        paths = {name: _matching(root, name, record, checksums) for name, record in manifest.files.items()}
+        whole = {name: path for name, path in paths.items() if path is not None}
+        if len(whole) == len(paths):
+            return manifest, {**whole, _manifest_file(tag): root / mark}
+    return None
+
+
+def _matching(root: Path, name: str, record: FileRecord, checksums: bool) -> Path | None:
+    for candidate in _with_previous(name):
+        path = root / candidate
+        with suppress(OSError):
+            if path.stat().st_size == record.size_bytes and (
+                not checksums or integrity.file_digest(path) == record.digest
+            ):
+                return path
+    return None
+
+
+# ------------------------------------------------------------------ files of others
+
+
+def _plain_files(root: Path, tag: str) -> tuple[Path, ...]:
+    """A state dict that somebody else has written."""
+    if (root / tag).is_file():
+        return (root / tag,)
+    if tag == _HUGGING_FACE:
+        for name in ("model.safetensors", "pytorch_model.bin.index.json", "model.safetensors.index.json"):
+            if (root / name).is_file():
+                return _shards(root / name) if name.endswith(".json") else (root / name,)
+    raise CheckpointNotFoundError(f"no full checkpoint {tag!r} in {root}", remedy=_remedy(root))
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index.name} is no index of a Hugging Face model: {error!r}", where=str(index)) from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{index.name} names files that are not there: {', '.join(missing)}", where=str(index))
+    return tuple(index.parent / name for name in names)
+
+
+def _state_dict(path: Path, *, trust: bool) -> dict[str, Any]:
+    """Tensors by name, mapped from the file."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        content: Any = load_file(path)
+    else:
+        content = safe_loading.read_file(path, trust=trust)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path.name} holds a {type(content).__name__}, expected a state dict: tensors by name", where=str(path)
+        )
+    return dict(content)

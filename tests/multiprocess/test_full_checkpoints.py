@@ -1,0 +1,279 @@
+"""Full checkpoints: one file of the whole model, out of any layout and into any other, and never lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import models
+import reference
+import shardwright.torch as smp
+from harness import RankPool
+from shardwright.errors import CheckpointError, CheckpointNotFoundError
+
+BATCH = 8
+STEPS = 10
+SAVED_AT = 5
+Layout = tuple[int, int, int]
+"""pp, tp, rdp."""
+
+
+def config(layout: Layout, **more: Any) -> dict[str, Any]:
+    pp, tp, _ = layout
+    return {
+        "pipeline_parallel_degree": pp,
+        "tensor_parallel_degree": tp,
+        "microbatches": 2,
+        "ddp": True,
+        "log_level": "warning",
+        **more,
+    }
+
+
+def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
+    size = layout[0] * layout[1] * layout[2]
+    pool: RankPool = request.getfixturevalue(f"pool{size}")
+    return pool
+
+
+# ------------------------------------------------------------------ on the ranks
+
+
+def wrap(name: str = "gpt2", seed: int = 0) -> tuple[Any, Any, Any]:
+    made = models.make(name, seed=seed)
+    if smp.tp_size() > 1:
+        smp.set_tensor_parallelism(made.model)
+    model = smp.DistributedModel(made.model)
+    return made, model, smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
+
+
+def train(made: Any, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    """The loss over the global batch, which every layout cuts in its own way."""
+
+    @smp.step
+    def train_step(model: Any, batch: models.Batch) -> Tensor:
+        loss = made.loss_of(model, batch)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    share = BATCH // smp.dp_size()
+    for step in range(first, last):
+        batch = made.make_batch(step, BATCH)
+        mine = {n: t[smp.dp_rank() * share : (smp.dp_rank() + 1) * share] for n, t in batch.items()}
+        optimizer.zero_grad()
+        loss = train_step(model, mine).reduce_mean().detach()
+        losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
+        optimizer.step()
+    return losses
+
+
+def save_in_the_middle(path: str, name: str = "gpt2") -> list[float]:
+    made, model, optimizer = wrap(name)
+    train(made, model, optimizer, 0, SAVED_AT)
+    smp.save_checkpoint(path, "mid", partial=False, model=model, optimizer=optimizer, user_content={"step": SAVED_AT})
+    return train(made, model, optimizer, SAVED_AT, STEPS)
+
+
+def go_on(path: str, name: str = "gpt2", tag: str | None = None) -> list[float]:
+    made, model, optimizer = wrap(name, seed=1)
+    content = smp.resume_from_checkpoint(path, tag=tag, partial=False)
+    return train(made, model, optimizer, content["step"], STEPS)
+
+
+def expected(name: str = "gpt2") -> list[float]:
+    """Losses of plain PyTorch in one process."""
+    model, make_batch, loss_of = models.make(name)
+    optimizer = reference.adamw(list(model.parameters()))
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, make_batch(step, BATCH))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def pool1() -> Any:
+    with RankPool(1) as pool:
+        yield pool
+
+
+# ------------------------------------------------------------------ any layout (FF-17, full)
+
+QUICK = [((2, 1, 2), (1, 1, 1)), ((1, 1, 1), (2, 1, 1)), ((2, 1, 1), (2, 1, 2))]
+HEAVY = [((2, 1, 2), (1, 1, 4)), ((2, 1, 2), (4, 1, 1)), ((4, 1, 1), (1, 1, 2)), ((1, 1, 4), (2, 1, 1))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.heavy) for pair in HEAVY)],
+    ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout),
+)
+def test_training_goes_on_in_another_layout(
+    request: pytest.FixtureRequest, tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    truth = expected()[SAVED_AT:]
+    for loss in pool_of(request, before).run(save_in_the_middle, str(tmp_path), config=config(before), timeout_s=120):
+        assert loss == pytest.approx(truth, rel=1e-5)
+    for loss in pool_of(request, after).run(go_on, str(tmp_path), config=config(after), timeout_s=120):
+        assert loss == pytest.approx(truth, rel=1e-5)
+
+
+def test_tensor_parallel_slices_are_joined_and_cut_again(
+    request: pytest.FixtureRequest, pool2: RankPool, tmp_path: Path
+) -> None:
+    """Slices of GPT-2's distributed form, 2 x 2 to 1 x 2, optimizer state included."""
+    pool4: RankPool = request.getfixturevalue("pool4")
+    truth = expected()[SAVED_AT:]
+    for loss in pool4.run(save_in_the_middle, str(tmp_path), config=config((2, 2, 1)), timeout_s=120):
+        assert loss == pytest.approx(truth, rel=1e-4)
+    for loss in pool2.run(go_on, str(tmp_path), config=config((1, 2, 1)), timeout_s=120):
+        assert loss == pytest.approx(truth, rel=1e-4)
+    plain = models.make("gpt2", seed=2).model
+    plain.load_state_dict(torch.load(tmp_path / "mid"), strict=True)  # in transformers' own names
+    assert plain.transformer.wte.weight is plain.lm_head.weight
+
+
+# ------------------------------------------------------------------ what lies there
+
+
+def save_at_once(path: str, tag: str = "only", **options: Any) -> None:
+    _, model, optimizer = wrap("mlp")
+    smp.save_checkpoint(path, tag, partial=False, model=model, optimizer=optimizer, **options)
+
+
+def test_files_and_their_names(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(save_at_once, str(tmp_path), config=config((2, 1, 1)))
+    assert sorted(os.listdir(tmp_path)) == ["manifest_only.json", "newest", "only", "optimizer_only", "user_content_only"]
+    assert (tmp_path / "newest").read_text() == "only"
+    content = torch.load(tmp_path / "only")
+    assert content.keys() == models.make("mlp").model.state_dict().keys()
+
+
+def weights_after_resume(path: str, tag: str, **options: Any) -> dict[str, Tensor]:
+    _, model, _ = wrap("gpt2", seed=1)
+    assert smp.resume_from_checkpoint(path, tag, partial=False, **options) == {}
+    whole: dict[str, Tensor] = model.state_dict()
+    return {name: tensor.clone() for name, tensor in whole.items()}
+
+
+def check_weights(pool: RankPool, layout: Layout, path: Path, tag: str) -> None:
+    want = models.make("gpt2").model.state_dict()
+    for got in pool.run(weights_after_resume, str(path), tag, config=config(layout)):
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def test_a_state_dict_that_the_script_wrote(pool2: RankPool, tmp_path: Path) -> None:
+    torch.save(models.make("gpt2").model.state_dict(), tmp_path / "fullmodel.pt")
+    (tmp_path / "user_content_fullmodel.pt").touch()  # empty, a marker
+    check_weights(pool2, (2, 1, 1), tmp_path, "fullmodel.pt")
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_what_transformers_saves_stands_for_its_old_name(
+    pool2: RankPool, tmp_path: Path, max_shard_size: str
+) -> None:
+    made: Any = models.make("gpt2").model
+    made.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")
+    check_weights(pool2, (2, 1, 1), tmp_path, "pytorch_model.bin")
+
+
+def resume_error(path: str, tag: str | None, kind: type[Exception]) -> str:
+    wrap("mlp")
+    with pytest.raises(kind) as caught:
+        smp.resume_from_checkpoint(path, tag, partial=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tag", [None, "other", "pytorch_model.bin"])
+def test_what_is_not_there_is_an_error_on_every_rank(pool2: RankPool, tmp_path: Path, tag: str | None) -> None:
+    (tmp_path / "step_3_partial").mkdir()
+    for reason in pool2.run(resume_error, str(tmp_path), tag, CheckpointNotFoundError, config=config((2, 1, 1))):
+        assert str(tmp_path) in reason
+        assert "step_3_partial" in reason
+
+
+def test_changed_and_cut_files_are_refused(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(save_at_once, str(tmp_path), config=config((2, 1, 1)))
+    whole = (tmp_path / "only").read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(flipped) // 2] ^= 1
+    for damaged in (bytes(flipped), whole[:-100]):
+        (tmp_path / "only").write_bytes(damaged)
+        for reason in pool2.run(resume_error, str(tmp_path), "only", CheckpointError, config=config((2, 1, 1))):
+            assert "damaged" in reason
+
+
+# ------------------------------------------------------------------ interrupted saves
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: no handler of the library may undo or finish anything."""
+
+
+def interrupted_save(path: str, at: int) -> bool:
+    """Save the same tag again with other weights, and stop before the renaming, linking or deleting number `at`."""
+    _, model, _ = wrap("mlp", seed=3)
+    count = 0
+    real: dict[str, Callable[..., Any]] = {"replace": os.replace, "link": os.link, "unlink": os.unlink}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > at:
+                raise Killed
+            return real[name](*args, **options)
+
+        return call
+
+    for name in real:
+        setattr(os, name, counted(name))
+    try:
+        smp.save_checkpoint(path, "only", partial=False, model=model)
+    except Killed:
+        return False
+    finally:
+        for name, function in real.items():
+            setattr(os, name, function)
+    return True
+
+
+def which_seed(path: str) -> int:
+    _, model, _ = wrap("mlp", seed=7)
+    smp.resume_from_checkpoint(path, partial=False)
+    weight = next(iter(model.state_dict().values()))
+    return next(s for s in (0, 3) if torch.equal(weight, next(iter(models.make("mlp", seed=s).model.state_dict().values()))))
+
+
+def test_a_save_that_ends_at_any_moment_leaves_a_whole_checkpoint(pool1: RankPool, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    pool1.run(save_at_once, str(first), config=config((1, 1, 1)))
+    seen = []
+    for at in range(60):
+        path = tmp_path / f"again_{at}"
+        shutil.copytree(first, path)
+        finished = pool1.run(interrupted_save, str(path), at, config=config((1, 1, 1)))[0]
+        seen.append(pool1.run(which_seed, str(path), config=config((1, 1, 1)))[0])
+        # the next save cleans up, and is whole
+        pool1.run(save_at_once, str(path), config=config((1, 1, 1)))
+        assert pool1.run(which_seed, str(path), config=config((1, 1, 1))) == [0]
+        assert not [name for name in os.listdir(path) if "previous" in name or name.startswith(".")]
+        if finished:
+            break
+    else:
+        pytest.fail("the save never got through")
+    assert seen == sorted(seen), "old, then new"
+    assert seen[0] == 0
+    assert seen[-1] == 3

@@ -186,7 +186,9 @@ class _Save:
             content = state.compact(self.optimizer.local_state_dict(gather_if_shard=False))
             content[state.PARAM_NAMES] = names
             self._write(temporary, name, "optimizer", content)
-            entries += state.optimizer_entries("optimizer", name, content["state"], names, table)
+            entries += state.optimizer_entries(
+                "optimizer", name, content["state"], names, table, content.get(state.SPANS)
+            )
         position = self.model.random_position() if self.model is not None else {}
         self._write(temporary, layout.rng_file(here.rank), "rng", random_state.pack(rng.capture(), position))
         if here.rank == 0 and (record := self._partition()) is not None:

@@ -151,7 +151,7 @@ def dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
         if size == 1:
             continue
         if step != expected:
-            return _contiguous_strides(shape)
+            return contiguous_strides(shape)
         expected *= size
     return stride
 
@@ -167,7 +167,8 @@ def flat_memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor in row-major order."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)

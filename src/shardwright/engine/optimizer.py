@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.state import PARTIAL_MARK, SPANS
-from shardwright.data_parallel import sync
-from shardwright.data_parallel.optimizer_state import Piece
 from shardwright.engine import optimizer_state, piece_state
 from shardwright.engine.collective_calls import collective_call
 from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer_state import StateDict
+from shardwright.engine.piece_holder import PieceHolder
 from shardwright.engine.sharded_state import check_can_shard
 from shardwright.engine.state import state
 from shardwright.engine.weights import CALLERS
@@ -135,12 +134,8 @@ def _repeats(params: Sequence[Any]) -> bool:
     return len({id(p) for p in params}) < len(params)
 
 
-class WrappedOptimizer:
+class WrappedOptimizer(PieceHolder):
     """What a wrapped optimizer does differently; mixed in before its own class."""
-
-    param_groups: list[dict[str, Any]]
-    state: Any
-    redefined_params: bool
 
     def _connect(self, model: DistributedModel, names: dict[int, str]) -> None:
         """Learn whose parameters these are. names: by id of each of the model's parameters."""
@@ -149,12 +144,9 @@ class WrappedOptimizer:
         self._sw_full_names = [[names[id(p)] for p in g["params"]] for g in self.param_groups]
         self._sw_local_names = self._sw_full_names
         self._sw_deferred: list[StateDict] = []
-        self._sw_pieces: dict[int, Piece] = {}
-        self._sw_waiting: list[StateDict] = []
-        self._sw_loaded: tuple[bool, StateDict] | None = None
+        self._begin_holding()
         # A scheduler made before the wrap has put a step on the object itself; it is the one to call from here.
         self._sw_own_step = vars(self).pop("step", None)
-        self.redefined_params = False
         for optimizer in (self, getattr(self, "optimizer", None)):
             if isinstance(optimizer, (FusedLamb, FusedNovoGrad)):
                 optimizer.norms = ModelNorms(model, lambda held: held)
@@ -177,33 +169,6 @@ class WrappedOptimizer:
         deferred, self._sw_deferred = self._sw_deferred, []
         for content in deferred:
             self.load_state_dict(content)
-
-    def _hold_pieces(self) -> None:
-        """Put this rank's pieces in the place of the parameters that are shared with other ranks.
-
-        Called by: the model at the end of the first step, and of others in which parameters began to be trained. Group
-        dicts and their order stay. State that there is becomes that of the pieces; state that waited for them is loaded.
-        """
-        for group in self.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                piece = self._sw_model._sharding.piece(parameter)
-                if piece is None:
-                    continue
-                group["params"][index] = piece.tensor
-                self._sw_pieces[id(piece.tensor)] = piece
-                self._sw_names[id(piece.tensor)] = piece.name
-                if parameter in self.state:
-                    self.state[piece.tensor] = piece_state.cut(self.state.pop(parameter), piece)
-        self.redefined_params = bool(self._sw_pieces)
-        waiting, self._sw_waiting = self._sw_waiting, []
-        for content in waiting:
-            present = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-            groups = [{**g, **now} for g, now in zip(content["param_groups"], present, strict=True)]
-            self._take_over({**content, "param_groups": groups})
-
-    def _held_pieces(self) -> list[Piece | None]:
-        """For each parameter of all groups the piece that stands for it."""
-        return [self._sw_pieces.get(id(p)) for group in self.param_groups for p in group["params"]]
 
     def _note_local_names(self) -> None:
         self._sw_local_names = [[self._sw_names[id(p)] for p in g["params"]] for g in self.param_groups]
@@ -229,8 +194,7 @@ class WrappedOptimizer:
         plain = super().step if own is None else own  # type: ignore[misc]
         result = plain() if closure is None else plain(closure)
         self._opt_called = True
-        if self._sw_pieces:
-            self._sw_model._sharding.gather([piece.parameter for piece in self._held_pieces() if piece is not None])
+        self._gather_pieces()
         self._sw_model.refresh_copies(buffers=False)
         return result
 
@@ -310,9 +274,6 @@ class WrappedOptimizer:
                 content["state"], content[SPANS] = [s for s, _ in everyone], [spans for _, spans in everyone]
         return content
 
-    def _spans(self) -> piece_state.Spans:
-        return {piece.name: piece_state.span_of(piece) for piece in self._held_pieces() if piece is not None}
-
     def _own_state_dict(self) -> StateDict:
         if isinstance(self, torch.optim.Optimizer):
             return self.orig_state_dict()
@@ -341,26 +302,6 @@ class WrappedOptimizer:
             named = {n: optimizer_state.merged([p[n] for p in parts], distribution.specs.get(n)) for n in parts[0]}
             everyone = objects.allgather_object(named, "pp")
         return optimizer_state.joined(everyone, mine["param_groups"], self._full_group_names())
-
-    def _joined_pieces(self, named: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The state of what each tp rank of this stage has, from that of all owners' pieces.
-
-        Called by: every rank of a DP_GROUP. Collectives: one object gather over it.
-        """
-        pieces = {piece.name: piece for piece in self._held_pieces() if piece is not None}
-        mine = {n: piece_state.part_of(pieces[n], values) if n in pieces else values for n, values in named.items()}
-        tp_rank, distribution = context.world().coordinates.tp, self._sw_model._part.distribution
-        everyone = objects.allgather_object((tp_rank, mine), "dp")
-        found: list[dict[str, Any]] = []
-        for rank in range(context.world().table.degrees.tp):
-            own = next(content for tp, content in everyone if tp == rank)
-            whole = dict(own)
-            for name in own.keys() & pieces.keys():
-                over_rdp = distribution.is_scaled(pieces[name].parameter)
-                owners = [content for tp, content in everyone if tp == rank or not over_rdp]
-                whole[name] = piece_state.joined([content[name] for content in owners])
-            found.append(whole)
-        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a partial (this rank's) or full dict; before partitioning it is remembered.
@@ -391,21 +332,8 @@ class WrappedOptimizer:
                 for i, values in content["state"].items()
             }
         self._take_over(content)
-        self._sw_loaded = (is_own, {} if is_own else dict(state_dict))
+        self._note_loaded(state_dict, is_own=is_own)
         self._sw_model.optimizer_loaded()
-
-    def _pick_own(self, content: StateDict) -> None:
-        """Keep this rank's entry of a gathered state."""
-        rank = context.world().coordinates.rdp
-        if len(content["state"]) <= rank:
-            raise UsageError(
-                f"the optimizer state has {len(content['state'])} shards, this rank is rdp_rank {rank}",
-                remedy="load it with as many replicas as it was saved with; optimizer.state_dict() is whole and fits"
-                " everywhere",
-            )
-        content["state"] = content["state"][rank]
-        if SPANS in content:
-            content[SPANS] = content[SPANS][rank]
 
     def _take_over(self, content: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups: state of its parameters, or of its pieces.
@@ -429,30 +357,6 @@ class WrappedOptimizer:
             for i, values in states.items()
         }
         self._load_local({**content, "state": own})
-
-    def _level_replicas(self) -> None:
-        """After loading on some replicas: all take over what was loaded on one.
-
-        Called by: every rank of an RDP_GROUP. Collectives: a broadcast of the state of rdp_rank 0; with sharded state
-        an object gather, and an object broadcast if some replica has loaded nothing.
-        Raises: UsageError if shards were loaded, but not on every rank.
-        """
-        if not self._sw_model._gradients.shards:
-            sync.broadcast_optimizer_state(self._in_torch_form(), "rdp", source=0)  # type: ignore[arg-type]
-            return
-        told = objects.allgather_object(None if self._sw_loaded is None else self._sw_loaded[0], "rdp")
-        if None in told and False in told:
-            source = told.index(False)
-            content = objects.broadcast_object(None if self._sw_loaded is None else self._sw_loaded[1], "rdp", source)
-            if self._sw_loaded is None:
-                self.load_state_dict(content)
-        elif None in told and True in told:
-            raise UsageError(
-                f"optimizer.load_state_dict() was called with a shard of the state on {told.count(True)} of {len(told)}"
-                " replicas, but every rank has a shard of its own",
-                remedy="load every rank's own shard, or a whole state",
-            )
-        self._sw_loaded = None
 
     def _load_local(self, content: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups. Group dicts stay the same

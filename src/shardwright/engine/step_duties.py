@@ -94,7 +94,6 @@ class StepDuties:
             self.ties.reduce_gradients()
         self._gradients.step_ends(self._join if self._may_train else None)
         self._forget_microbatches()
-        self.num_microbatches = 1
         self._after_reduction()
         self.post_step.release()
 

@@ -120,6 +120,12 @@ class CheckpointOptimizer(Protocol):
         keep.
         """
 
+    def half_precision_state(self) -> dict[str, Any] | None:
+        """fp32 master weights in the same form, each in the state of its parameter, and plain values of the loss
+        scaler under further keys; None in full precision. `load_local` takes it back joined with the rest, see
+        `with_half_precision`.
+        """
+
 
 def model_entries(file: str, state: Mapping[str, Any], table: Sequence[TensorRow]) -> list[Entry]:
     """Describe a rank's model file for the manifest."""
@@ -225,6 +231,17 @@ def attach_by_name(
         groups.append({**options, "params": indices})
     spans = {SPANS: saved[SPANS]} if SPANS in saved else {}
     return {"state": state, "param_groups": groups, **spans}
+
+
+def with_half_precision(optimizer: Mapping[str, Any], masters: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizer state in torch's form with the masters beside it in the state of their parameters.
+
+    optimizer, masters: attached to the same groups.   saved: the file with the masters, for what else it holds.
+    """
+    indices = [*optimizer["state"], *(i for i in masters["state"] if i not in optimizer["state"])]
+    state = {i: {**optimizer["state"].get(i, {}), **masters["state"].get(i, {})} for i in indices}
+    known = ("state", "param_groups", PARAM_NAMES, SPANS)
+    return {**optimizer, **{key: value for key, value in saved.items() if key not in known}, "state": state}
 
 
 def compact(value: Any, _seen: dict[tuple[Any, ...], torch.Tensor] | None = None) -> Any:

@@ -10,13 +10,18 @@ updates a share (`optimizer_state`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 MIB = 1024 * 1024
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's `.grad`: its own, unless it was told to accumulate in another one."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class TensorInfo:
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> TensorInfo:
         return cls(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    @classmethod
+    def of_gradient(cls, name: str, parameter: Tensor) -> TensorInfo:
+        """Of a parameter's gradient, which may have another dtype than the parameter."""
+        return replace(cls.of(name, parameter), dtype=gradient_dtype(parameter))
 
     @property
     def num_elements(self) -> int:

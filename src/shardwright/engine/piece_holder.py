@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from shardwright.checkpoint.state import SPANS, Spans
 from shardwright.data_parallel import sync
 from shardwright.data_parallel.optimizer_state import Piece
@@ -59,6 +61,7 @@ class PieceHolder:
                 if parameter in self.state:
                     self.state[piece.tensor] = piece_state.cut(self.state.pop(parameter), piece)
         self.redefined_params = bool(self._sw_pieces)
+        self._sw_groups_settled()
         waiting, self._sw_waiting = self._sw_waiting, []
         for content in waiting:
             present = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
@@ -67,7 +70,14 @@ class PieceHolder:
 
     def _held_pieces(self) -> list[Piece | None]:
         """For each parameter of all groups the piece that stands for it."""
-        return [self._sw_pieces.get(id(p)) for group in self.param_groups for p in group["params"]]
+        return [self._sw_pieces.get(id(self._sw_real(p))) for group in self.param_groups for p in group["params"]]
+
+    def _sw_real(self, held: Tensor) -> Tensor:
+        """The model's parameter, or the piece of one, that a tensor of the groups stands for."""
+        return held
+
+    def _sw_groups_settled(self) -> None:
+        """The groups hold what this rank updates: parameters, or pieces of them."""
 
     def _gather_pieces(self) -> None:
         """Give all replicas the parameters that this step has updated. Collectives: see `ShardedState.gather`."""

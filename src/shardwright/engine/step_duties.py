@@ -143,6 +143,8 @@ class StepDuties:
         if optimizer_loaded:
             for optimizer in self._optimizers():
                 optimizer._level_replicas()
+        if model_loaded:
+            self._weights_changed()
         self._loaded_model = self._loaded_optimizer = False
 
     def model_loaded(self) -> None:
@@ -177,3 +179,8 @@ class StepDuties:
         self._replicas.broadcast(source)
         for optimizer in self._optimizers():
             sync.broadcast_optimizer_state(optimizer._in_torch_form(), "dp", source=source)
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        for optimizer in self._optimizers():
+            optimizer._sw_weights_changed()

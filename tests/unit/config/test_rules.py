@@ -175,7 +175,7 @@ def test_missing_feature_raises_only_when_switched_on(key: str) -> None:
 
 
 def test_missing_features_are_listed_together() -> None:
-    flags = [key for key in NOT_BUILT if SETTINGS[key].kind == "flag" and key != "bf16"]  # fp16 and bf16 exclude each other
+    flags = [key for key in NOT_BUILT if SETTINGS[key].kind == "flag"]
     with pytest.raises(NotImplementedError) as failure:
         check_supported(config(**dict.fromkeys(flags, True)))
     assert all(f"'{key}'" in str(failure.value) for key in flags)

@@ -117,7 +117,8 @@ def overflow(split: str) -> dict[str, Any]:
         unchanged = all(torch.equal(p, before[n]) for n, p in model.local_named_parameters())
         assert unchanged == optimizer.overflow
         result["scales"].append(optimizer.loss_scale)
-    result["weights"] = dict(model.state_dict())
+    names = dict(model.get_module().named_parameters())  # buffers are each replica's own until the next step
+    result["weights"] = {n: v for n, v in model.state_dict().items() if n in names}
     return result
 
 

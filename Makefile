@@ -64,8 +64,8 @@ bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining and DTensor
 	$(BIN)/python benchmarks/unit_overhead.py
 	$(BIN)/python benchmarks/tensor.py
 
-readme: $(STAMP) ## Run the README's own commands in a fresh folder
-	$(BIN)/python tests/readme_commands.py README.md
+readme: $(STAMP) ## Run the commands of README and docs/precision.md in fresh folders
+	$(BIN)/python tests/readme_commands.py README.md docs/precision.md
 
 clean: ## Remove what tests, tools and the demo left; the environment stays
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

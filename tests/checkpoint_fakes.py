@@ -147,6 +147,9 @@ class FakeOptimizer:
         assert state.pop(PARTIAL_MARK)
         self.inner.load_state_dict(state)
 
+    def half_precision_state(self) -> dict[str, Any] | None:
+        return None
+
     def train(self, num_steps: int = 1) -> None:
         """Step with gradients drawn from the random state of this rank."""
         for _ in range(num_steps):

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import shardwright.torch as smp
+
+DDP = {"ddp": True, "microbatches": 2, "log_level": "warning"}
+SHARDED = {**DDP, "shard_optimizer_state": True}
 SMALL_BUCKETS = 24 * 4 / 2**20
 """MiB; buckets of 24 fp32 elements."""
 
@@ -69,3 +73,10 @@ def two_groups(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -
     optimizer = make([{"params": weights}, {"params": others}])
     optimizer.param_groups[1]["lr"] = 2 * optimizer.param_groups[1]["lr"]
     return optimizer
+
+
+@smp.step
+def train_step(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss

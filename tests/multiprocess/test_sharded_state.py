@@ -11,18 +11,9 @@ from torch import Tensor
 import shardwright.torch as smp
 from engine_ranks import same
 from harness import RankPool
-from sharded_models import OPTIMIZERS, SMALL_BUCKETS, batch, two_groups, uneven
+from sharded_models import DDP, OPTIMIZERS, SHARDED, SMALL_BUCKETS, batch, train_step, two_groups, uneven
 
-DDP = {"ddp": True, "microbatches": 2, "log_level": "warning"}
-SHARDED = {**DDP, "shard_optimizer_state": True}
 STEPS = 4
-
-
-@smp.step
-def train_step(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
 
 
 def trained(name: str, max_norm: float | None = None, **options: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -85,24 +84,6 @@ def test_name_not_built_raises_when_used(name: str) -> None:
     with pytest.raises(NotImplementedError) as failure:
         target(torch.nn.Linear(2, 2), enabled=False)
     assert f"smp.{name} is not built yet: {NOT_BUILT[name]}" in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [
-        ("amp.GradScaler", torch.amp.GradScaler),
-    ],
-)
-def test_class_not_built_can_be_subclassed(name: str, base: type) -> None:
-    target: Any = operator.attrgetter(name)(smp)
-    assert issubclass(target, base)
-
-    class Own(target):
-        def __init__(self) -> None:
-            super().__init__()
-
-    with pytest.raises(NotImplementedError, match=f"smp.{name} is not built yet"):
-        Own()
 
 
 def test_other_spellings_are_the_same_object() -> None:

@@ -277,7 +277,8 @@ def resume(
 
 def _tie_again(content: dict[str, Any], model: CheckpointModel) -> None:
     """Give tied tensors all their names: safetensors files hold each tensor once. Not where names are still to be translated."""
-    if not content.keys() <= model.names_and_shapes().keys():
+    tensors = {name for name, value in content.items() if isinstance(value, torch.Tensor)}
+    if not tensors <= model.names_and_shapes().keys():
         return
     for names in model.tied_names():
         known = next((name for name in names if name in content), None)

@@ -45,12 +45,13 @@ class _Files:
 
     model: str | None
     optimizer: str | None
+    fp16_states: str | None
     user_content: str | None
     rng: str
 
     def required(self, *, strict: bool) -> set[str]:
         """The ones that must be whole."""
-        names = {self.model, self.optimizer, self.user_content, self.rng if strict else None}
+        names = {self.model, self.optimizer, self.fp16_states, self.user_content, self.rng if strict else None}
         return {name for name in names if name is not None}
 
 
@@ -74,7 +75,8 @@ def resume_from_checkpoint(
     Collectives: a few small ones over the world, one more when the tensors are loaded.
     tag: with or without "_partial"; None takes the one in `path/newest`, or, where that one is incomplete,
     the latest complete one, and says so.   strict: names must match, and this rank's random state must be
-    there. load_optimizer (or load_optimizer_states): False leaves the optimizer fresh.
+    there. load_optimizer (or load_optimizer_states): False leaves the optimizer fresh, and fp32 masters at the
+    loaded weights.
     translate_function: for full checkpoints, see `full.resume`.
     load_sharded_optimizer_state: for sharded data parallelism, without effect here.
     trust: load files that could run code.
@@ -186,6 +188,7 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
     files = _Files(
         model=own("model") if manifest.has("model") else None,
         optimizer=own("optimizer") if request.optimizer is not None else None,
+        fp16_states=own("fp16_states") if request.optimizer is not None and manifest.has("fp16_states") else None,
         user_content=layout.USER_CONTENT if layout.USER_CONTENT in manifest.files else None,
         rng=layout.rng_file(here.rank),
     )
@@ -269,6 +272,10 @@ def _load_tensors(chosen: Choice, files: _Files, loaded: dict[str, Any], request
         if files.optimizer is not None and request.optimizer is not None:
             present: Sequence[Sequence[str]] = request.optimizer.group_names()
             attached = state.attach_by_name(loaded.pop(files.optimizer), present, strict=request.strict)
+            if files.fp16_states is not None:
+                half = loaded.pop(files.fp16_states)
+                masters = state.attach_by_name(half, present, strict=request.strict)
+                attached = state.with_half_precision(attached, masters, half)
             request.optimizer.load_local({**state.own_copy(attached), state.PARTIAL_MARK: True})
 
     run_everywhere(f"{_CALL}, loading {chosen.folder.name!r}", load)

@@ -19,7 +19,10 @@ Version 1, one object:
       state            null for the model; else the state's name ("exp_avg"; nested ones joined by "/")
       shape, dtype     of the whole tensor; dtype "object" for a value that isn't a tensor
       slices           [file, key] for a whole copy, or [file, key, offset, shape] for the part of the
-                       whole tensor it is; key: the path of dict keys and list indices inside the loaded file
+                       whole tensor it is; key: the path of dict keys and list indices inside the loaded file;
+                       [file, key, offset, shape, span] for a piece of that part, which is stored with one dim:
+                       span is [start, stop], elements of the part in row-major order, or [start, stop, strides]
+                       in the order of memory that the strides give
 
 Readers ignore fields they don't know and refuse a version they don't know.
 Source: design.md section 6.
@@ -46,12 +49,17 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Slice:
-    """One stored copy of a part of a tensor. offset, shape: in the whole tensor, elements per dim."""
+    """One stored copy of a part of a tensor. offset, shape: in the whole tensor, elements per dim.
+
+    span: of a piece of that part, [start, stop) elements of it in row-major order, or in that of `strides`.
+    """
 
     file: str
     key: KeyPath
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    span: tuple[int, int] | None = None
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -215,8 +223,12 @@ def _file_from_json(data: Mapping[str, Any]) -> FileRecord:
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
     slices: list[list[Any]] = []
     for part in entry.slices:
-        whole = part.shape == entry.shape
-        slices.append([part.file, part.key] if whole else [part.file, part.key, part.offset, part.shape])
+        told: list[Any] = [part.file, part.key]
+        if part.shape != entry.shape or part.span is not None:
+            told += [part.offset, part.shape]
+        if part.span is not None:
+            told.append(part.span if part.strides is None else (*part.span, part.strides))
+        slices.append(told)
     return {
         "role": entry.role,
         "name": entry.name,
@@ -232,7 +244,10 @@ def _entry_from_json(data: Mapping[str, Any]) -> Entry:
     slices = []
     for part in data["slices"]:
         file, key = _plain(part[0]), tuple(part[1])
-        offset, size = (part[2], part[3]) if len(part) == 4 else ([0] * len(shape), shape)
-        slices.append(Slice(file, key, tuple(offset), tuple(size)))
+        offset, size = (part[2], part[3]) if len(part) > 2 else ([0] * len(shape), shape)
+        span = part[4] if len(part) > 4 else None
+        start_stop = None if span is None else (int(span[0]), int(span[1]))
+        strides = tuple(span[2]) if span is not None and len(span) > 2 else None
+        slices.append(Slice(file, key, tuple(offset), tuple(size), start_stop, strides))
     role = cast(StateRole, data["role"])
     return Entry(role, str(data["name"]), data["state"], shape, str(data["dtype"]), tuple(slices))

@@ -189,7 +189,18 @@ class _Save:
             content = state.compact(self.optimizer.local_state_dict(gather_if_shard=False))
             content[state.PARAM_NAMES] = names
             self._write(temporary, name, "optimizer", content)
-            entries += state.optimizer_entries("optimizer", name, content["state"], names, table)
+            entries += state.optimizer_entries(
+                "optimizer", name, content["state"], names, table, content.get(state.SPANS)
+            )
+        half = None if self.optimizer is None else self.optimizer.half_precision_state()
+        name = self._own_file("fp16_states")
+        if self.optimizer is not None and half is not None and name is not None:
+            names = [name for group in self.optimizer.group_names() for name in group]
+            content = {**state.compact(half), state.PARAM_NAMES: names}
+            self._write(temporary, name, "fp16_states", content)
+            entries += state.optimizer_entries(
+                "fp16_states", name, content["state"], names, table, content.get(state.SPANS)
+            )
         position = self.model.random_position() if self.model is not None else {}
         self._write(temporary, layout.rng_file(here.rank), "rng", random_state.pack(rng.capture(), position))
         if here.rank == 0 and (record := self._partition()) is not None:

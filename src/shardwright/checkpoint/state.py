@@ -20,7 +20,9 @@ from shardwright.errors import CheckpointError
 PARTIAL_MARK = "_smp_is_partial"
 PARAM_NAMES = "param_names"
 SPANS = "_smp_spans"
-"""In an optimizer dict whose state is that of pieces: name -> [start, stop, elements of the whole], in memory order."""
+"""Key of an optimizer dict whose state is that of pieces: name -> [start, stop, elements of all], of the rank's part of
+the parameter in row-major order, or [start, stop, elements of all, strides] in the order of memory that these give."""
+Spans = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,12 @@ class CheckpointOptimizer(Protocol):
         keep.
         """
 
+    def half_precision_state(self) -> dict[str, Any] | None:
+        """fp32 master weights in the same form, each in the state of its parameter, and plain values of the loss
+        scaler under further keys; None in full precision. `load_local` takes it back joined with the rest, see
+        `with_half_precision`.
+        """
+
 
 def model_entries(file: str, state: Mapping[str, Any], table: Sequence[TensorRow]) -> list[Entry]:
     """Describe a rank's model file for the manifest."""
@@ -165,12 +173,18 @@ def model_entries(file: str, state: Mapping[str, Any], table: Sequence[TensorRow
 
 
 def optimizer_entries(
-    role: StateRole, file: str, state: Mapping[int, Any], names: Sequence[str], table: Sequence[TensorRow]
+    role: StateRole,
+    file: str,
+    state: Mapping[int, Any],
+    names: Sequence[str],
+    table: Sequence[TensorRow],
+    spans: Spans | None = None,
 ) -> list[Entry]:
     """Describe a rank's optimizer file for the manifest.
 
     state: the "state" of the file.   names: plain name of each index.   A state tensor of its parameter's
-    shape is sliced like the parameter; any other is whole by itself.
+    shape is sliced like the parameter, one of its piece's length is a piece; any other, and every "step", is whole by
+    itself.   spans: see `SPANS`.
     """
     rows = {row.name: row for row in table}
     entries = []
@@ -183,7 +197,13 @@ def optimizer_entries(
                 entries.append(_plain_entry(role, names[index], label, file, key))
                 continue
             shape = tuple(value.shape)
-            if row is not None and shape == row.local_shape:
+            span = (spans or {}).get(names[index])
+            if row is not None and span is not None and path[-1:] != ("step",) and shape == (span[1] - span[0],):
+                if not span[1] - span[0]:
+                    continue
+                strides = tuple(span[3]) if len(span) > 3 else None
+                part, whole = Slice(file, key, row.offset, row.local_shape, (span[0], span[1]), strides), row.shape
+            elif row is not None and shape == row.local_shape:
                 part, whole = Slice(file, key, row.offset, shape), row.shape
             else:
                 part, whole = Slice(file, key, (0,) * len(shape), shape), shape
@@ -234,6 +254,17 @@ def attach_by_name(
         groups.append({**options, "params": indices})
     spans = {SPANS: saved[SPANS]} if SPANS in saved else {}
     return {"state": state, "param_groups": groups, **spans}
+
+
+def with_half_precision(optimizer: Mapping[str, Any], masters: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizer state in torch's form with the masters beside it in the state of their parameters.
+
+    optimizer, masters: attached to the same groups.   saved: the file with the masters, for what else it holds.
+    """
+    indices = [*optimizer["state"], *(i for i in masters["state"] if i not in optimizer["state"])]
+    state = {i: {**optimizer["state"].get(i, {}), **masters["state"].get(i, {})} for i in indices}
+    known = ("state", "param_groups", PARAM_NAMES, SPANS)
+    return {**optimizer, **{key: value for key, value in saved.items() if key not in known}, "state": state}
 
 
 def compact(value: Any, _seen: dict[tuple[Any, ...], torch.Tensor] | None = None) -> Any:

@@ -20,9 +20,6 @@ from shardwright.errors import ConfigError, NotBuiltError
 NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
         "sharded_data_parallel_degree": "sharded data parallelism: parameters gathered only while used",
-        "fp16": "half precision: float32 master weights and a loss scale that all ranks agree on",
-        "bf16": "half precision: float32 master weights",
-        "_fp32_grad_accumulation": "half precision: float32 gradient accumulation",
         "delayed_parameter_initialization": "delayed initialisation: parameters built on their owner only",
     }
 )

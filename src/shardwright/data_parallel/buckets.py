@@ -10,13 +10,18 @@ updates a share (`optimizer_state`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 MIB = 1024 * 1024
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's `.grad`: its own, unless it was told to accumulate in another one."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class TensorInfo:
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> TensorInfo:
         return cls(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    @classmethod
+    def of_gradient(cls, name: str, parameter: Tensor) -> TensorInfo:
+        """Of a parameter's gradient, which may have another dtype than the parameter."""
+        return replace(cls.of(name, parameter), dtype=gradient_dtype(parameter))
 
     @property
     def num_elements(self) -> int:
@@ -151,7 +161,7 @@ def dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
         if size == 1:
             continue
         if step != expected:
-            return _contiguous_strides(shape)
+            return contiguous_strides(shape)
         expected *= size
     return stride
 
@@ -167,7 +177,8 @@ def flat_memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor in row-major order."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwright.data_parallel.buckets import MIB, Bucket, Slot, TensorInfo, plan_buckets
+from shardwright.data_parallel.buckets import MIB, Bucket, Slot, TensorInfo, gradient_dtype, plan_buckets
 from shardwright.errors import UsageError
 from shardwright.topology import context
 from shardwright.topology.ranks import Axis
@@ -71,6 +71,8 @@ class FlatBucket:
         start = min(max(self.first - slot.offset, 0), slot.num_elements)
         stop = max(min(self.first + self.share - slot.offset, slot.num_elements), start)
         tensor = Parameter(self.flat[slot.offset + start : slot.offset + stop])
+        if gradient_dtype(parameter) is not tensor.dtype:
+            tensor.grad_dtype = gradient_dtype(parameter)
         return Piece(slot.name, parameter, tensor, start, stop, slot)
 
     def offset_in_share(self, piece: Piece) -> int:

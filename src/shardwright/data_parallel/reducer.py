@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwright.data_parallel.buckets import MIB, TensorInfo, plan_buckets
+from shardwright.data_parallel.buckets import MIB, TensorInfo, gradient_dtype, plan_buckets
 from shardwright.data_parallel.comm_hook import CommHook, HookBucket, Waitable
 from shardwright.data_parallel.live_bucket import LiveBucket, ReplicatedBucket
 from shardwright.errors import UsageError
@@ -188,13 +188,13 @@ class GradientReducer:
         if self._begun:
             return
         self._begun = True
-        planned_for = [(p.requires_grad, p.dtype, p.device) for _, p in self._named]
+        planned_for = [(p.requires_grad, gradient_dtype(p), p.device) for _, p in self._named]
         if planned_for == self._planned_for:
             return
         self._planned_for = planned_for
         named = [(n, p) for n, p in self._named if p.requires_grad]
         plan = plan_buckets(
-            [TensorInfo.of(n, p) for n, p in named],
+            [TensorInfo.of_gradient(n, p) for n, p in named],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=min(MIB, self._cap_bytes),
             reverse=True,

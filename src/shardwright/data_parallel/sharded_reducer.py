@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardwright.data_parallel.buckets import gradient_dtype
 from shardwright.data_parallel.comm_hook import Waitable
 from shardwright.data_parallel.live_bucket import LiveBucket
 from shardwright.data_parallel.optimizer_state import FlatBucket, ShardedParameters
@@ -101,7 +102,7 @@ class ShardedBucket(LiveBucket):
     def _sent(self, contribute: bool) -> tuple[Tensor, Tensor, Waitable]:
         """Start the reduction of what gradients there are; return the share to be, and what must live until then."""
         home = self._home
-        flat = torch.empty_like(home.flat)
+        flat = torch.empty_like(home.flat, dtype=gradient_dtype(self.parameters[0]))
         flat[home.plan.num_elements :].zero_()
         if contribute:
             self._pack(self._views_of(flat))

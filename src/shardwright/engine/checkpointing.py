@@ -14,6 +14,7 @@ import torch
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.state import PARAM_NAMES, PARTIAL_MARK, TensorRow, attach_by_name, dtype_name
 from shardwright.engine import weights
+from shardwright.engine.half_optimizer import HALF_PRECISION_KEYS, HalfPrecisionOptimizer
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import WrappedOptimizer
 from shardwright.engine.state import state
@@ -189,7 +190,13 @@ class SavedOptimizer:
 
     def local_state_dict(self, *, gather_if_shard: bool = True) -> StateDict:
         """torch's form over this rank's parameters, with the mark of partial state dicts."""
-        return self._optimizer.local_state_dict(gather_if_shard)
+        content = self._optimizer.local_state_dict(gather_if_shard)
+        return {key: value for key, value in content.items() if key not in HALF_PRECISION_KEYS}
+
+    def half_precision_state(self) -> StateDict | None:
+        """Masters and the loss scaler; None in full precision."""
+        optimizer = self._optimizer
+        return optimizer._sw_half_state() if isinstance(optimizer, HalfPrecisionOptimizer) else None
 
     def whole_state_dict(self) -> StateDict | None:
         """The whole optimizer's state on world rank 0."""

@@ -21,10 +21,13 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, *, model: Distribute
     MP_GROUP, with sharded optimizer state over the world.
     max_norm: the factor is max_norm / (norm + 1e-6) where that is below 1, the same on every rank.
     Every parameter counts once: over stages, slices and copies of them, copies of tied weights, pieces and replicas.
+    In half precision, with a wrapped optimizer, see `HalfPrecisionOptimizer.clip_master_grads`.
     """
     wrapped = state.model if model is None else model
     if wrapped is None:
         raise UsageError("clip_grad_norm() needs a wrapped model", remedy="call smp.DistributedModel first")
+    if wrapped is state.model and hasattr(state.optimizer, "_sw_masters"):
+        return torch.tensor(state.optimizer.clip_master_grads(max_norm, norm_type))
     return clip(wrapped, held_gradients(wrapped), max_norm, norm_type)
 
 

@@ -34,6 +34,8 @@ class Gradients:
     In order, per step: `step_begins`, any number of `backward_called`, then `step_ends` or `abandon`.
     Backward outside of steps (with one pipeline stage) counts as a step of its own, after which `plain_backward_ended`
     is called.
+
+    generation: grows whenever gradients may begin to change.
     """
 
     def __init__(self, *, overlap: bool, passes_per_step: int, bucket_cap_mb: float, as_view: bool) -> None:
@@ -52,6 +54,7 @@ class Gradients:
         self._arrived: dict[nn.Parameter, int] = {}
         self._expected: dict[nn.Parameter, int] = {}
         self.has_gradients = False
+        self.generation = 0
         self.reducers: list[GradientReducer] = []
         self.plain_backward_ended: Callable[[], None] = lambda: None
 
@@ -166,6 +169,7 @@ class Gradients:
         """Before the first microbatch."""
         self._in_step = True
         self.has_gradients = False
+        self.generation += 1
         self._arrived.clear()
         self._prepare()
 
@@ -198,6 +202,7 @@ class Gradients:
     def _plain_backward_begins(self) -> None:
         """A `loss.backward()` outside of steps reduces when autograd is done with it."""
         self._in_plain_backward = True
+        self.generation += 1
         self._arrived.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._plain_backward_ends)
 

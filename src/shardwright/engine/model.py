@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from shardwright.data_parallel.join import Join
 from shardwright.engine import placement, weights
 from shardwright.engine.accessors import PartAccessors
 from shardwright.engine.gradients import Gradients
+from shardwright.engine.half_precision import accumulate_in_full, hops, to_half
 from shardwright.engine.hooks import Hook, HookHandle, HookList, call_hook
 from shardwright.engine.module_manners import ModuleManners
 from shardwright.engine.part import Part
@@ -25,7 +27,7 @@ from shardwright.engine.state import state
 from shardwright.engine.step_duties import StepDuties
 from shardwright.engine.substitution import distribute, in_own_names
 from shardwright.engine.ties import ReplicatedTies
-from shardwright.engine.wrapping import DataParallelModule, check_can_wrap
+from shardwright.engine.wrapping import check_can_wrap
 from shardwright.errors import PartitionError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.partition.build import make_plan
@@ -34,6 +36,7 @@ from shardwright.pipeline import step as steps
 from shardwright.pipeline.pipeline_step import PipelineSteps
 from shardwright.pipeline.placed import PlacedTensor, current_frame, native
 from shardwright.pipeline.runtime import Runtime
+from shardwright.precision.policy import policy_of
 from shardwright.topology import context
 from shardwright.transport import objects
 
@@ -82,7 +85,8 @@ class DistributedModel(PartAccessors, ModuleManners):
         check_tracing(trace_device, trace_execution_times)
         check_supported(world.config)
         module = distribute(module)
-        self.module = DataParallelModule(module)
+        self._precision = policy_of(world.config)
+        self.module = hops(module, self._precision)
         self._part = Part(module, world.coordinates.pp, world.table.degrees.pp)
         self._average = average_grads_across_microbatches
         self._when_partitioned: list[Callable[[], object]] = []
@@ -194,8 +198,9 @@ class DistributedModel(PartAccessors, ModuleManners):
         torch.autograd.backward(roots, seeds)
 
     def _scale(self, num_microbatches: int) -> float:
-        """What each microbatch's loss counts; a communication hook averages by itself."""
-        return 1.0 / num_microbatches if self._average and not self._gradients.has_comm_hook else 1.0
+        """What each microbatch's loss counts, times the loss scale; a communication hook averages by itself."""
+        scale: float = math.prod(optimizer._sw_backward_scale for optimizer in self._optimizers)
+        return scale / num_microbatches if self._average and not self._gradients.has_comm_hook else scale
 
     # ------------------------------------------------------------------ partition
 
@@ -214,6 +219,8 @@ class DistributedModel(PartAccessors, ModuleManners):
         assert pipeline is not None
         if part.plan is None:
             text = ""
+            if self._precision is not None:
+                args, kwargs = to_half((args, kwargs), self._precision.compute)
             if context.world().rank == 0:
                 text = make_plan(part.module, args, kwargs, config=config, pp=part.num_stages).to_json()
             part.plan = PartitionPlan.from_json(objects.broadcast_object(text, "world"))
@@ -230,6 +237,8 @@ class DistributedModel(PartAccessors, ModuleManners):
     def _become_ready(self, table: list[placement.Placed]) -> None:
         """The rank holds its part: optimizer groups, loads that waited, equal copies and replicas."""
         self._part.settle(table)
+        if context.world().config._fp32_grad_accumulation:
+            accumulate_in_full(p for _, p in self._part.parameters())
         self.carry_out_marks()
         ties = self._duties.ties
         trained = [(n, p) for n, p in self._part.parameters() if not self.is_copy(p)]
@@ -242,6 +251,12 @@ class DistributedModel(PartAccessors, ModuleManners):
             callback()
         self._duties.level_replicas(always=True)
         self.refresh_copies()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """Weights were loaded or exchanged: what optimizers derive from them follows."""
+        for optimizer in self._optimizers:
+            optimizer._sw_weights_changed()
 
     def carry_out_marks(self) -> None:
         """Modules were marked for activation checkpointing: from now on they are recomputed.
@@ -261,6 +276,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             return
         callback()
         self.refresh_copies()
+        self._weights_changed()
 
     def refresh_copies(self, *, buffers: bool = True) -> None:
         """Send what several stages hold from its owners. Called by: every rank of the pipeline group."""
@@ -379,6 +395,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             keys = weights.load(self._part, content, expected, strict=strict, slices=partial)
         self._duties.model_loaded()
         self.refresh_copies()
+        self._weights_changed()
         return keys
 
     def _load_own(self, content: StateDict, strict: bool) -> weights.Keys:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.state import PARTIAL_MARK, SPANS
-from shardwright.data_parallel import sync
-from shardwright.data_parallel.optimizer_state import Piece
 from shardwright.engine import optimizer_state, piece_state
 from shardwright.engine.collective_calls import collective_call
 from shardwright.engine.grad_clipping import clip_grad_norm
+from shardwright.engine.half_optimizer import HalfPrecisionOptimizer, half_optimizer_settings, inner_view
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer_state import StateDict
+from shardwright.engine.piece_holder import PieceHolder
 from shardwright.engine.sharded_state import check_can_shard
 from shardwright.engine.state import state
 from shardwright.engine.weights import CALLERS
@@ -31,7 +31,7 @@ from shardwright.transport import objects
 
 _log = get_logger(__name__)
 
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[tuple[type, bool], type] = {}
 OWNERS = "every rank of an RDP_GROUP"
 
 
@@ -53,8 +53,9 @@ def DistributedOptimizer(
     parameters only.
     optimizer: a torch optimizer, or any object with `param_groups` and `state`, such as one that wraps a
     torch optimizer in `.optimizer`.
-    static_loss_scale, dynamic_loss_scale, dynamic_loss_args: only matter with fp16; accepted and ignored
-    without.
+    static_loss_scale: what the loss is multiplied with; dynamic_loss_scale: a scale that adapts, with
+    dynamic_loss_args (or further keywords), see `precision.loss_scaler.DynamicLossScaler`. They only matter with
+    fp16; accepted and ignored without. With fp16 and bf16 see `HalfPrecisionOptimizer`.
     With `shard_optimizer_state` its groups hold pieces of parameters from the end of the first step on, and `step()`
     brings the parameters together again.
     Raises: UsageError if the optimizer holds parameters that the wrapped model doesn't have, is wrapped
@@ -84,21 +85,28 @@ def DistributedOptimizer(
         )
     names = {id(p): name for name, p in model.get_module().named_parameters()}
     _check_groups(optimizer.param_groups, names)
-    optimizer.__class__ = _wrapped_class(type(optimizer))
+    arguments = {**(dynamic_loss_args or {}), **more_dynamic_loss_args}
+    half = half_optimizer_settings(static_loss_scale, dynamic_loss_scale, arguments)
+    if half is not None:
+        inner = inner_view(optimizer, model)
+    optimizer.__class__ = _wrapped_class(type(optimizer), half is not None)
+    if half is not None:
+        optimizer._sw_begin_half(inner, *half)
     optimizer._connect(model, names)
     state.optimizer_wrapped(optimizer)
     model.optimizer_wrapped(optimizer)
     return optimizer
 
 
-def _wrapped_class(cls: type) -> type:
+def _wrapped_class(cls: type, half: bool) -> type:
     """A subclass of an optimizer's own class; what that defines beyond torch's interface stays its own."""
-    if cls not in _CLASSES:
+    if (cls, half) not in _CLASSES:
         kept = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         if hasattr(cls, "clip_master_grads"):
             kept["clip_master_grads"] = cls.clip_master_grads
-        _CLASSES[cls] = type(cls.__name__, (WrappedOptimizer, cls), kept)
-    return _CLASSES[cls]
+        mixed_in = (HalfPrecisionOptimizer, WrappedOptimizer) if half else (WrappedOptimizer,)
+        _CLASSES[cls, half] = type(cls.__name__, (*mixed_in, cls), kept)
+    return _CLASSES[cls, half]
 
 
 def _check_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> None:
@@ -135,12 +143,11 @@ def _repeats(params: Sequence[Any]) -> bool:
     return len({id(p) for p in params}) < len(params)
 
 
-class WrappedOptimizer:
+class WrappedOptimizer(PieceHolder):
     """What a wrapped optimizer does differently; mixed in before its own class."""
 
-    param_groups: list[dict[str, Any]]
-    state: Any
-    redefined_params: bool
+    _sw_backward_scale: float = 1.0
+    """What `model.backward` multiplies the loss with for this optimizer."""
 
     def _connect(self, model: DistributedModel, names: dict[int, str]) -> None:
         """Learn whose parameters these are. names: by id of each of the model's parameters."""
@@ -149,15 +156,12 @@ class WrappedOptimizer:
         self._sw_full_names = [[names[id(p)] for p in g["params"]] for g in self.param_groups]
         self._sw_local_names = self._sw_full_names
         self._sw_deferred: list[StateDict] = []
-        self._sw_pieces: dict[int, Piece] = {}
-        self._sw_waiting: list[StateDict] = []
-        self._sw_loaded: tuple[bool, StateDict] | None = None
+        self._begin_holding()
         # A scheduler made before the wrap has put a step on the object itself; it is the one to call from here.
         self._sw_own_step = vars(self).pop("step", None)
-        self.redefined_params = False
         for optimizer in (self, getattr(self, "optimizer", None)):
             if isinstance(optimizer, (FusedLamb, FusedNovoGrad)):
-                optimizer.norms = ModelNorms(model, lambda held: held)
+                optimizer.norms = ModelNorms(model, self._sw_real)
 
     def _keep_local(self) -> None:
         """Keep the parameters that this rank updates; group dicts and their order stay.
@@ -167,43 +171,25 @@ class WrappedOptimizer:
         local = {id(p) for p in self._sw_model.local_parameters() if not self._sw_model.is_copy(p)}
         local |= self._sw_pieces.keys()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in local:
+            kept = [id(self._sw_real(p)) in local for p in group["params"]]
+            for parameter, keep in zip(group["params"], kept, strict=True):
+                if not keep:
                     self.state.pop(parameter, None)
                 elif parameter in self.state:
                     self.state[parameter] = optimizer_state.beside(parameter, self.state[parameter])
-            optimizer_state.filter_group(group, [id(p) in local for p in group["params"]])
+            optimizer_state.filter_group(group, kept)
         self._note_local_names()
+        if not self._sw_model._gradients.shards:
+            self._sw_groups_settled()
         deferred, self._sw_deferred = self._sw_deferred, []
         for content in deferred:
             self.load_state_dict(content)
 
-    def _hold_pieces(self) -> None:
-        """Put this rank's pieces in the place of the parameters that are shared with other ranks.
+    def _sw_load_scaler(self, content: Mapping[str, Any]) -> None:
+        """Take over what of a state dict counts at once, beside settings of groups."""
 
-        Called by: the model at the end of the first step, and of others in which parameters began to be trained. Group
-        dicts and their order stay. State that there is becomes that of the pieces; state that waited for them is loaded.
-        """
-        for group in self.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                piece = self._sw_model._sharding.piece(parameter)
-                if piece is None:
-                    continue
-                group["params"][index] = piece.tensor
-                self._sw_pieces[id(piece.tensor)] = piece
-                self._sw_names[id(piece.tensor)] = piece.name
-                if parameter in self.state:
-                    self.state[piece.tensor] = piece_state.cut(self.state.pop(parameter), piece)
-        self.redefined_params = bool(self._sw_pieces)
-        waiting, self._sw_waiting = self._sw_waiting, []
-        for content in waiting:
-            present = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-            groups = [{**g, **now} for g, now in zip(content["param_groups"], present, strict=True)]
-            self._take_over({**content, "param_groups": groups})
-
-    def _held_pieces(self) -> list[Piece | None]:
-        """For each parameter of all groups the piece that stands for it."""
-        return [self._sw_pieces.get(id(p)) for group in self.param_groups for p in group["params"]]
+    def _sw_weights_changed(self) -> None:
+        """Called by the model: weights were loaded or exchanged."""
 
     def _note_local_names(self) -> None:
         self._sw_local_names = [[self._sw_names[id(p)] for p in g["params"]] for g in self.param_groups]
@@ -225,14 +211,17 @@ class WrappedOptimizer:
                 "optimizer.step() was called inside a step function",
                 remedy="call it after the step function returns",
             )
-        own = self._sw_own_step
-        plain = super().step if own is None else own  # type: ignore[misc]
-        result = plain() if closure is None else plain(closure)
+        result = self._sw_update(closure)
         self._opt_called = True
-        if self._sw_pieces:
-            self._sw_model._sharding.gather([piece.parameter for piece in self._held_pieces() if piece is not None])
+        self._gather_pieces()
         self._sw_model.refresh_copies(buffers=False)
         return result
+
+    def _sw_update(self, closure: Callable[[], Any] | None) -> Any:
+        """The step of the optimizer's own class."""
+        own = self._sw_own_step
+        plain = super().step if own is None else own  # type: ignore[misc]
+        return plain() if closure is None else plain(closure)
 
     # torch wraps the step of every class once, to run hooks; the inner step is wrapped already. Schedulers wrap the
     # step of every object once, to know that it was called.
@@ -300,7 +289,7 @@ class WrappedOptimizer:
         """
         content = {**self._own_state_dict(), PARTIAL_MARK: True}
         if not self._sw_pieces:
-            return content
+            return self._sw_to_script(content)
         content[SPANS] = self._spans()
         if gather_if_shard:
             with collective_call("optimizer.local_state_dict()", OWNERS):
@@ -308,12 +297,18 @@ class WrappedOptimizer:
                 everyone = objects.allgather_object(mine, "rdp")
             if context.world().coordinates.rdp == 0:
                 content["state"], content[SPANS] = [s for s, _ in everyone], [spans for _, spans in everyone]
+        return self._sw_to_script(content)
+
+    def _sw_to_script(self, content: StateDict) -> StateDict:
+        """A state dict of the library's own form as scripts get it."""
         return content
 
-    def _spans(self) -> piece_state.Spans:
-        return {piece.name: piece_state.span_of(piece) for piece in self._held_pieces() if piece is not None}
+    def _sw_from_script(self, content: StateDict) -> StateDict:
+        """The inverse of `_sw_to_script`; the dict that is given stays as it is."""
+        return content
 
     def _own_state_dict(self) -> StateDict:
+        """This rank's state in torch's form."""
         if isinstance(self, torch.optim.Optimizer):
             return self.orig_state_dict()
         return optimizer_state.in_torch_form(self.param_groups, self.state)
@@ -329,7 +324,7 @@ class WrappedOptimizer:
         distribution = self._sw_model._part.distribution
         stages = context.world().table.degrees.pp
         if not self._sw_model.partitioned or (stages == 1 and not distribution.is_cut and not self._sw_pieces):
-            return mine
+            return self._sw_to_script(mine)
         named = optimizer_state.on_cpu(optimizer_state.by_name(mine, self.param_name_to_index()))
         with collective_call("optimizer.state_dict()", "every rank" if self._sw_pieces else CALLERS):
             if self._sw_pieces:
@@ -340,27 +335,8 @@ class WrappedOptimizer:
                 parts = [named]
             named = {n: optimizer_state.merged([p[n] for p in parts], distribution.specs.get(n)) for n in parts[0]}
             everyone = objects.allgather_object(named, "pp")
-        return optimizer_state.joined(everyone, mine["param_groups"], self._full_group_names())
-
-    def _joined_pieces(self, named: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The state of what each tp rank of this stage has, from that of all owners' pieces.
-
-        Called by: every rank of a DP_GROUP. Collectives: one object gather over it.
-        """
-        pieces = {piece.name: piece for piece in self._held_pieces() if piece is not None}
-        mine = {n: piece_state.part_of(pieces[n], values) if n in pieces else values for n, values in named.items()}
-        tp_rank, distribution = context.world().coordinates.tp, self._sw_model._part.distribution
-        everyone = objects.allgather_object((tp_rank, mine), "dp")
-        found: list[dict[str, Any]] = []
-        for rank in range(context.world().table.degrees.tp):
-            own = next(content for tp, content in everyone if tp == rank)
-            whole = dict(own)
-            for name in own.keys() & pieces.keys():
-                over_rdp = distribution.is_scaled(pieces[name].parameter)
-                owners = [content for tp, content in everyone if tp == rank or not over_rdp]
-                whole[name] = piece_state.joined([content[name] for content in owners])
-            found.append(whole)
-        return found
+        whole = optimizer_state.joined(everyone, mine["param_groups"], self._full_group_names())
+        return self._sw_to_script(whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a partial (this rank's) or full dict; before partitioning it is remembered.
@@ -371,7 +347,7 @@ class WrappedOptimizer:
         settings of groups count at once, and state from the end of the first step on.
         Raises: UsageError if the parameter groups are others, or a shard belongs to other pieces.
         """
-        content = dict(state_dict)
+        content = self._sw_from_script(dict(state_dict))
         partial = bool(content.pop(PARTIAL_MARK, False))
         is_own = SPANS in content and not isinstance(content["state"], list)
         if isinstance(content["state"], list):  # one for each rdp_rank
@@ -382,6 +358,7 @@ class WrappedOptimizer:
             self._sw_deferred.append(dict(state_dict))
             return
         if not partial:
+            rest = {key: value for key, value in content.items() if key not in ("state", "param_groups")}
             content = optimizer_state.narrowed(content, self._full_group_names(), self._group_names())
             names = _flat(self._group_names())
             distribution = self._sw_model._part.distribution
@@ -390,22 +367,10 @@ class WrappedOptimizer:
                 i: optimizer_state.sliced(values, distribution.specs.get(names[i]), rank)
                 for i, values in content["state"].items()
             }
+            content.update(rest)
         self._take_over(content)
-        self._sw_loaded = (is_own, {} if is_own else dict(state_dict))
+        self._note_loaded(state_dict, is_own=is_own)
         self._sw_model.optimizer_loaded()
-
-    def _pick_own(self, content: StateDict) -> None:
-        """Keep this rank's entry of a gathered state."""
-        rank = context.world().coordinates.rdp
-        if len(content["state"]) <= rank:
-            raise UsageError(
-                f"the optimizer state has {len(content['state'])} shards, this rank is rdp_rank {rank}",
-                remedy="load it with as many replicas as it was saved with; optimizer.state_dict() is whole and fits"
-                " everywhere",
-            )
-        content["state"] = content["state"][rank]
-        if SPANS in content:
-            content[SPANS] = content[SPANS][rank]
 
     def _take_over(self, content: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups: state of its parameters, or of its pieces.
@@ -416,6 +381,7 @@ class WrappedOptimizer:
             optimizer_state.check_groups(content, self._group_names())
             for group, loaded in zip(self.param_groups, content["param_groups"], strict=True):
                 group.update(optimizer_state.options(loaded))
+            self._sw_load_scaler(content)
             self._sw_waiting.append(content)
             return
         if SPANS in content:
@@ -429,30 +395,6 @@ class WrappedOptimizer:
             for i, values in states.items()
         }
         self._load_local({**content, "state": own})
-
-    def _level_replicas(self) -> None:
-        """After loading on some replicas: all take over what was loaded on one.
-
-        Called by: every rank of an RDP_GROUP. Collectives: a broadcast of the state of rdp_rank 0; with sharded state
-        an object gather, and an object broadcast if some replica has loaded nothing.
-        Raises: UsageError if shards were loaded, but not on every rank.
-        """
-        if not self._sw_model._gradients.shards:
-            sync.broadcast_optimizer_state(self._in_torch_form(), "rdp", source=0)  # type: ignore[arg-type]
-            return
-        told = objects.allgather_object(None if self._sw_loaded is None else self._sw_loaded[0], "rdp")
-        if None in told and False in told:
-            source = told.index(False)
-            content = objects.broadcast_object(None if self._sw_loaded is None else self._sw_loaded[1], "rdp", source)
-            if self._sw_loaded is None:
-                self.load_state_dict(content)
-        elif None in told and True in told:
-            raise UsageError(
-                f"optimizer.load_state_dict() was called with a shard of the state on {told.count(True)} of {len(told)}"
-                " replicas, but every rank has a shard of its own",
-                remedy="load every rank's own shard, or a whole state",
-            )
-        self._sw_loaded = None
 
     def _load_local(self, content: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups. Group dicts stay the same

@@ -6,17 +6,16 @@ A tensor of a parameter's shape is cut like the parameter; anything else, and wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shardwright.checkpoint.state import Spans
+from shardwright.data_parallel.buckets import contiguous_strides
 from shardwright.data_parallel.optimizer_state import Piece
 from shardwright.errors import UsageError
-
-Spans = dict[str, list[int]]
-"""For each parameter by name: what a rank has of it, [start, stop, elements of the whole], in memory order."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,14 @@ def joined(parts: Sequence[Part], key: Any = None) -> Any:
     return first
 
 
-def span_of(piece: Piece) -> list[int]:
-    """One entry of `Spans`."""
-    return [piece.start, piece.stop, piece.slot.num_elements]
+def span_of(piece: Piece) -> list[Any]:
+    """How a state dict says what a piece is, see `checkpoint.state.SPANS`."""
+    slot = piece.slot
+    plain = slot.stride == contiguous_strides(slot.shape)
+    return [piece.start, piece.stop, slot.num_elements, *([] if plain else [list(slot.stride)])]
 
 
-def check_spans(saved: Mapping[str, Sequence[int]], present: Mapping[str, Sequence[int]]) -> None:
+def check_spans(saved: Spans, present: Spans) -> None:
     """Raise UsageError unless a shard of an optimizer's state belongs to the pieces that this rank has now."""
     other = [name for name, span in present.items() if name in saved and list(saved[name]) != list(span)]
     missing = sorted(saved.keys() - present.keys())

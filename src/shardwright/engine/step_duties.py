@@ -94,7 +94,6 @@ class StepDuties:
             self.ties.reduce_gradients()
         self._gradients.step_ends(self._join if self._may_train else None)
         self._forget_microbatches()
-        self.num_microbatches = 1
         self._after_reduction()
         self.post_step.release()
 
@@ -144,6 +143,8 @@ class StepDuties:
         if optimizer_loaded:
             for optimizer in self._optimizers():
                 optimizer._level_replicas()
+        if model_loaded:
+            self._weights_changed()
         self._loaded_model = self._loaded_optimizer = False
 
     def model_loaded(self) -> None:
@@ -178,3 +179,8 @@ class StepDuties:
         self._replicas.broadcast(source)
         for optimizer in self._optimizers():
             sync.broadcast_optimizer_state(optimizer._in_torch_form(), "dp", source=source)
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        for optimizer in self._optimizers():
+            optimizer._sw_weights_changed()

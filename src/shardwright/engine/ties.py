@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from shardwright.data_parallel.buckets import gradient_dtype
 from shardwright.engine.placement import Placed
 from shardwright.topology import context
 from shardwright.transport import p2p
@@ -69,7 +70,8 @@ class ReplicatedTies:
                     p2p.isend(gradient.contiguous(), owner, _CHANNEL).wait()
                 parameter.grad = None
             elif me == owner and p2p.irecv(torch.empty(1, dtype=torch.bool), copy, _CHANNEL).wait().item():
-                received = p2p.irecv(torch.empty_like(parameter, requires_grad=False), copy, _CHANNEL).wait()
+                buffer = torch.empty_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
+                received = p2p.irecv(buffer, copy, _CHANNEL).wait()
                 parameter.grad = received if parameter.grad is None else parameter.grad + received
 
     def send_weights(self) -> None:

@@ -62,7 +62,8 @@ class Frame:
 
     turns: gives the baton away before a wait, and takes it back.
     seed: base of the random streams of this step, equal on the pipeline group.
-    gradient_scale: what the loss is multiplied with (1 / num_microbatches to average over them).
+    gradient_scale: what the loss is multiplied with in backward (1 / num_microbatches to average over them). It is asked
+        then: the first step may load a checkpoint with another loss scale.
     is_steady: others of the step come before it, or it is the only one.
     expected: the program for which the rank's turns were planned, if they were.
     converted: ordinary tensors that glue turned into placed ones (see `aliasing.convert`).
@@ -80,7 +81,7 @@ class Frame:
         turns: Turns,
         *,
         seed: int,
-        gradient_scale: float = 1.0,
+        gradient_scale: Callable[[], float] = lambda: 1.0,
         expected: Sequence[Event] | None = None,
         is_steady: bool = True,
     ) -> None:
@@ -379,11 +380,12 @@ class Frame:
             given = gradient.tensor
         if self.rank != value.holder:
             return None
+        scale = self.gradient_scale()
         if given is None:
             shape, dtype = value.spec.shape, value.spec.dtype
-            return torch.full(shape, self.gradient_scale, dtype=dtype, device=self.device)
+            return torch.full(shape, scale, dtype=dtype, device=self.device)
         given = given.to(device=self.device, dtype=value.spec.dtype)
-        return given * self.gradient_scale if self.gradient_scale != 1.0 else given
+        return given * scale if scale != 1.0 else given
 
     def gradient_moves(self, source: int, to: int) -> None:
         self.note(Event("move", source, to))

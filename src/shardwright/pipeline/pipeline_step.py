@@ -3,6 +3,7 @@ inputs."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class PipelineSteps:
                 index,
                 executor,
                 seed=seed,
-                gradient_scale=self._gradient_scale(count),
+                gradient_scale=functools.partial(self._gradient_scale, count),
                 expected=None if table is None else table.program,
                 is_steady=index > 0 or count == 1,
             )

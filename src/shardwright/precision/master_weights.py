@@ -27,14 +27,15 @@ class MasterWeights:
         self.halves: list[list[Tensor]] = []
         self.masters: list[list[nn.Parameter]] = []
         self.others: list[list[Tensor]] = []
-        for group in groups:
-            self.halves.append([])
-            self.masters.append([])
-            self.others.append([])
-            self.held(group, len(self.halves) - 1)
+        for number, group in enumerate(groups):
+            self.held(group, number)
 
     def held(self, tensors: Sequence[Tensor], group: int) -> list[Tensor]:
         """What stands in the optimizer for these tensors of a group; masters are made for those that are new."""
+        while len(self.halves) <= group:
+            self.halves.append([])
+            self.masters.append([])
+            self.others.append([])
         return [self._stand_in(t, group) for t in tensors]
 
     def _stand_in(self, tensor: Tensor, group: int) -> Tensor:

@@ -13,9 +13,6 @@ from typing import Any, Final, NoReturn
 from shardwright.errors import NotBuiltError
 
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
-    "half precision (float32 masters and a loss scale that all ranks agree on) is missing": (
-        "amp.GradScaler",
-    ),
     "delayed parameter initialisation (parameters built on their owner only) is missing": (
         "delay_param_initialization",
     ),
@@ -52,12 +49,3 @@ def function(name: str) -> Callable[..., NoReturn]:
     not_built.__name__ = not_built.__qualname__ = name.rpartition(".")[2]
     not_built.__doc__ = f"Not built yet: {NOT_BUILT[name]}."
     return not_built
-
-
-def constructor(name: str) -> Callable[..., None]:
-    """An `__init__` that raises, so that a class can be imported and subclassed but not built."""
-
-    def __init__(self: object, *args: Any, **kwargs: Any) -> None:
-        raise error(name)
-
-    return __init__

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-from shardwright.torch import _not_built
+from shardwright.engine.grad_scaler import GradScaler
 
 __all__ = ["GradScaler"]
-
-
-class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` whose found-inf flag is combined over the model parallel group."""
-
-    __init__ = _not_built.constructor("amp.GradScaler")

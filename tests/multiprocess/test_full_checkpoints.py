@@ -54,7 +54,7 @@ def wrap(name: str = "gpt2", seed: int = 0) -> tuple[Any, Any, Any]:
     return made, model, smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
 
 
-def train(made: Any, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+def train(made: Any, model: Any, optimizer: Any, first: int, last: int, update: bool = True) -> list[float]:
     """The loss over the global batch, which every layout cuts in its own way."""
 
     @smp.step
@@ -71,7 +71,8 @@ def train(made: Any, model: Any, optimizer: Any, first: int, last: int) -> list[
         optimizer.zero_grad()
         loss = train_step(model, mine).reduce_mean().detach()
         losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
-        optimizer.step()
+        if update:
+            optimizer.step()
     return losses
 
 
@@ -142,6 +143,45 @@ def test_tensor_parallel_slices_are_joined_and_cut_again(
     plain = models.make("gpt2", seed=2).model
     plain.load_state_dict(torch.load(tmp_path / "mid"), strict=True)  # in transformers' own names
     assert plain.transformer.wte.weight is plain.lm_head.weight
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 1, 1), (1, 1, 1)), ((1, 1, 2), (2, 1, 1))], ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout)
+)
+@pytest.mark.parametrize("more", [{"bf16": True}, {"fp16": True, "shard_optimizer_state": True}], ids=["bf16", "fp16-sharded"])
+def test_masters_go_along(
+    request: pytest.FixtureRequest, tmp_path: Path, before: Layout, after: Layout, more: dict[str, Any]
+) -> None:
+    """FF-29: one update is below the spacing of bf16, so weights without masters would stand still."""
+    last = pool_of(request, before).run(save_masters, str(tmp_path), config=config(before, **more), timeout_s=120)
+    for found in pool_of(request, after).run(load_masters, str(tmp_path), config=config(after, **more), timeout_s=120):
+        assert found.keys() <= last[0].keys()
+        assert found
+        for name, (master, moment) in found.items():
+            assert master.dtype is torch.float32
+            assert torch.equal(master, last[0][name][0]), name
+            assert torch.equal(moment, last[0][name][1]), name
+            assert not torch.equal(master, master.bfloat16().float()), "the interesting case"
+
+
+def whole_masters(optimizer: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    content = optimizer.state_dict()
+    names = [name for group in optimizer._full_group_names() for name in group]
+    return {names[i]: (m.clone(), content["state"][i]["exp_avg"].clone()) for i, m in content["fp32_from_fp16"].items()}
+
+
+def save_masters(path: str) -> dict[str, tuple[Tensor, Tensor]]:
+    made, model, optimizer = wrap("mlp")
+    train(made, model, optimizer, 0, SAVED_AT)
+    smp.save_checkpoint(path, "mid", partial=False, model=model, optimizer=optimizer)
+    return whole_masters(optimizer)
+
+
+def load_masters(path: str) -> dict[str, tuple[Tensor, Tensor]]:
+    made, model, optimizer = wrap("mlp", seed=1)
+    smp.resume_from_checkpoint(path, partial=False)
+    train(made, model, optimizer, SAVED_AT, SAVED_AT + 1, update=False)
+    return whole_masters(optimizer)
 
 
 # ------------------------------------------------------------------ what lies there

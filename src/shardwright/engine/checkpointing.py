@@ -14,7 +14,7 @@ import torch
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.state import PARAM_NAMES, PARTIAL_MARK, TensorRow, attach_by_name, dtype_name
 from shardwright.engine import weights
-from shardwright.engine.half_optimizer import HALF_PRECISION_KEYS, HalfPrecisionOptimizer
+from shardwright.engine.half_optimizer import HALF_PRECISION_KEYS, HalfPrecisionOptimizer, without_masters
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import WrappedOptimizer
 from shardwright.engine.state import state
@@ -203,11 +203,17 @@ class SavedOptimizer:
         content = self._optimizer.state_dict()
         if context.world().rank > 0:
             return None
+        content = self._optimizer._sw_from_script(content)
         return {**content, PARAM_NAMES: [name for names in self.full_group_names() for name in names]}
 
     def load_whole(self, state: StateDict, *, strict: bool) -> None:
-        """Take over this rank's share of a whole state."""
-        self._optimizer.load_state_dict(attach_by_name(state, self.full_group_names(), strict=strict))
+        """Take over this rank's share of a whole state; masters only if this optimizer has some."""
+        content = attach_by_name(state, self.full_group_names(), strict=strict)
+        if isinstance(self._optimizer, HalfPrecisionOptimizer):
+            content.update((key, state[key]) for key in HALF_PRECISION_KEYS if key in state)
+        else:
+            content["state"] = without_masters(content["state"])
+        self._optimizer.load_state_dict(content)
 
     def load_local(self, state: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups."""

@@ -252,7 +252,7 @@ class HalfPrecisionOptimizer:
         """Masters and the scaler beside torch's own keys."""
         shards = content["state"] if isinstance(content["state"], list) else [content["state"]]
         masters = [{i: values[MASTER] for i, values in shard.items() if MASTER in values} for shard in shards]
-        states = [_without_masters(shard) for shard in shards]
+        states = [without_masters(shard) for shard in shards]
         gathered = isinstance(content["state"], list)
         return {
             **content,
@@ -270,7 +270,7 @@ class HalfPrecisionOptimizer:
         return {**{k: v for k, v in content.items() if k != MASTER}, "state": state}
 
     def _load_local(self, content: StateDict) -> None:
-        super()._load_local({**content, "state": _without_masters(content["state"])})  # type: ignore[misc]
+        super()._load_local({**content, "state": without_masters(content["state"])})  # type: ignore[misc]
         self.optimizer.state, self.optimizer.param_groups = self.state, self.param_groups
         held = [p for g in self.param_groups for p in g["params"]]
         with torch.no_grad():
@@ -336,7 +336,7 @@ def _in_full(value: Any) -> Any:
     return value.float() if half else value
 
 
-def _without_masters(state: Mapping[int, Any]) -> dict[int, Any]:
+def without_masters(state: Mapping[int, Any]) -> dict[int, Any]:
     """State of parameters that have any besides a master."""
     plain = {i: {key: value for key, value in values.items() if key != MASTER} for i, values in state.items()}
     return {i: values for i, values in plain.items() if values or MASTER not in state[i]}

@@ -59,10 +59,11 @@ lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining and DTensor
+bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining, DTensor and data parallelism
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/unit_overhead.py
 	$(BIN)/python benchmarks/tensor.py
+	$(BIN)/python benchmarks/data_parallel.py
 
 readme: $(STAMP) ## Run the commands of README and docs/precision.md in fresh folders
 	$(BIN)/python tests/readme_commands.py README.md docs/precision.md

@@ -3,6 +3,7 @@ accumulated gradients, loops without steps, optimizers of one's own, and what is
 
 from __future__ import annotations
 
+import copy
 import weakref
 from pathlib import Path
 from typing import Any
@@ -424,3 +425,32 @@ def alone() -> bool:
 def test_stages_without_replicas(pool2: RankPool) -> None:
     config = {**ranks.TWO_STAGES, "shard_optimizer_state": True}
     assert pool2.run(alone, config=config) == [False, False]
+
+
+def published(path: str) -> None:
+    """The model as others get it, while its parameters are views of flat buffers."""
+    import models
+
+    made = models.make("gpt2")
+    model = smp.DistributedModel(made.model)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    @smp.step
+    def step(model: Any, batch: Any) -> Tensor:
+        loss = made.loss_of(model, batch)
+        model.backward(loss)
+        return loss
+
+    step(model, made.make_batch(smp.dp_rank(), 8))
+    optimizer.step()
+    model.save_pretrained(path)
+    if smp.rank() == 0:
+        again = type(made.model).from_pretrained(path)
+        assert same(dict(again.state_dict()), dict(model.state_dict()))
+    twin = copy.deepcopy(model.get_module())
+    assert same(dict(twin.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.heavy
+def test_a_trained_model_is_saved_for_transformers(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(published, str(tmp_path), config={**SHARDED, "microbatches": 1}, timeout_s=180)

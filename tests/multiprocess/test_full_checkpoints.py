@@ -13,67 +13,12 @@ import torch
 from torch import Tensor
 
 import models
-import reference
 import shardwright.torch as smp
+from any_layout import SAVED_AT, STEPS, Layout, config, expected, layout_name, pool_of, train, whole_masters, wrap
 from harness import RankPool
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
-BATCH = 8
-STEPS = 10
-SAVED_AT = 5
-Layout = tuple[int, int, int]
-"""pp, tp, rdp."""
-
-
-def config(layout: Layout, **more: Any) -> dict[str, Any]:
-    pp, tp, _ = layout
-    return {
-        "pipeline_parallel_degree": pp,
-        "tensor_parallel_degree": tp,
-        "microbatches": 2,
-        "ddp": True,
-        "log_level": "warning",
-        **more,
-    }
-
-
-def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
-    size = layout[0] * layout[1] * layout[2]
-    pool: RankPool = request.getfixturevalue(f"pool{size}")
-    return pool
-
-
 # ------------------------------------------------------------------ on the ranks
-
-
-def wrap(name: str = "gpt2", seed: int = 0) -> tuple[Any, Any, Any]:
-    made = models.make(name, seed=seed)
-    if smp.tp_size() > 1:
-        smp.set_tensor_parallelism(made.model)
-    model = smp.DistributedModel(made.model)
-    return made, model, smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
-
-
-def train(made: Any, model: Any, optimizer: Any, first: int, last: int, update: bool = True) -> list[float]:
-    """The loss over the global batch, which every layout cuts in its own way."""
-
-    @smp.step
-    def train_step(model: Any, batch: models.Batch) -> Tensor:
-        loss = made.loss_of(model, batch)
-        model.backward(loss)
-        return loss
-
-    losses = []
-    share = BATCH // smp.dp_size()
-    for step in range(first, last):
-        batch = made.make_batch(step, BATCH)
-        mine = {n: t[smp.dp_rank() * share : (smp.dp_rank() + 1) * share] for n, t in batch.items()}
-        optimizer.zero_grad()
-        loss = train_step(model, mine).reduce_mean().detach()
-        losses.append(sum(smp.allgather(float(loss), smp.DP_GROUP)) / smp.dp_size())
-        if update:
-            optimizer.step()
-    return losses
 
 
 def save_in_the_middle(path: str, name: str = "gpt2") -> list[float]:
@@ -87,20 +32,6 @@ def go_on(path: str, name: str = "gpt2", tag: str | None = None) -> list[float]:
     made, model, optimizer = wrap(name, seed=1)
     content = smp.resume_from_checkpoint(path, tag=tag, partial=False)
     return train(made, model, optimizer, content["step"], STEPS)
-
-
-def expected(name: str = "gpt2") -> list[float]:
-    """Losses of plain PyTorch in one process."""
-    model, make_batch, loss_of = models.make(name)
-    optimizer = reference.adamw(list(model.parameters()))
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, make_batch(step, BATCH))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        optimizer.step()
-    return losses
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +49,7 @@ HEAVY = [((2, 1, 2), (1, 1, 4)), ((2, 1, 2), (4, 1, 1)), ((4, 1, 1), (1, 1, 2)),
 @pytest.mark.parametrize(
     ("before", "after"),
     [*QUICK, *(pytest.param(*pair, marks=pytest.mark.heavy) for pair in HEAVY)],
-    ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout),
+    ids=layout_name,
 )
 def test_training_goes_on_in_another_layout(
     request: pytest.FixtureRequest, tmp_path: Path, before: Layout, after: Layout
@@ -146,7 +77,7 @@ def test_tensor_parallel_slices_are_joined_and_cut_again(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((2, 1, 1), (1, 1, 1)), ((1, 1, 2), (2, 1, 1))], ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout)
+    ("before", "after"), [((2, 1, 1), (1, 1, 1)), ((1, 1, 2), (2, 1, 1))], ids=layout_name
 )
 @pytest.mark.parametrize("more", [{"bf16": True}, {"fp16": True, "shard_optimizer_state": True}], ids=["bf16", "fp16-sharded"])
 def test_masters_go_along(
@@ -162,12 +93,6 @@ def test_masters_go_along(
             assert torch.equal(master, last[0][name][0]), name
             assert torch.equal(moment, last[0][name][1]), name
             assert not torch.equal(master, master.bfloat16().float()), "the interesting case"
-
-
-def whole_masters(optimizer: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    content = optimizer.state_dict()
-    names = [name for group in optimizer._full_group_names() for name in group]
-    return {names[i]: (m.clone(), content["state"][i]["exp_avg"].clone()) for i, m in content["fp32_from_fp16"].items()}
 
 
 def save_masters(path: str) -> dict[str, tuple[Tensor, Tensor]]:

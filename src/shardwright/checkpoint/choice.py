@@ -35,20 +35,22 @@ def choose(root: Path, tag: str | int | None, skipped: dict[str, str]) -> Choice
     return _newest(root, skipped) if tag is None else _by_name(root, layout.partial_folder(tag))
 
 
-def check_layout(chosen: Choice) -> None:
-    """Compare the layout of a checkpoint with that of the job, before anything is read.
+def is_moved(chosen: Choice) -> bool:
+    """Was the checkpoint saved with another layout than the job has?
 
-    Called by: every rank, with the same outcome.   Raises: CheckpointError naming what differs, saved and
-    present.
+    Called by: every rank, with the same outcome.
+    Raises: CheckpointError if it can't be loaded into this one.
     """
     saved, present = chosen.manifest.layout, present_layout()
-    if different := saved.differences(present):
+    degrees = saved.sharded_data_parallel_degree, present.sharded_data_parallel_degree
+    if degrees[0] != degrees[1]:
         raise CheckpointError(
-            f"checkpoint {chosen.folder.name!r} was saved with another layout: {'; '.join(different)} "
-            f"(saved {saved.describe()}, present {present.describe()})",
+            f"checkpoint {chosen.folder.name!r} was saved with 'sharded_data_parallel_degree' {degrees[0]}, now it is"
+            f" {degrees[1]} (saved {saved.describe()}, present {present.describe()})",
             where=str(chosen.folder),
-            remedy="resume with the saved degrees; loading into another layout is not there yet",
+            remedy="resume with the saved degree, or from a full checkpoint",
         )
+    return bool(saved.differences(present))
 
 
 def shortened(sentences: Sequence[str], limit: int = 5) -> str:

@@ -12,7 +12,7 @@ from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint import choice, folder, full, integrity, layout, random_state, safe_loading, state
+from shardwright.checkpoint import choice, folder, full, integrity, layout, random_state, reshard, safe_loading, state
 from shardwright.checkpoint.choice import Choice
 from shardwright.checkpoint.collective import absolute, agree, collect, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.layout import StateRole
@@ -41,18 +41,29 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files that this rank reads; None where the checkpoint has none, or none is asked for."""
+    """The files that this rank reads; None where the checkpoint has none, or none is asked for.
 
-    model: str | None
-    optimizer: str | None
-    fp16_states: str | None
-    user_content: str | None
-    rng: str
+    moved: the checkpoint has another layout, and state is read from whichever files have it.   checked: then, the state
+        files that this rank makes sure of.
+    """
+
+    model: str | None = None
+    optimizer: str | None = None
+    fp16_states: str | None = None
+    user_content: str | None = None
+    rng: str | None = None
+    moved: bool = False
+    checked: tuple[str, ...] = ()
+
+    def to_open(self) -> set[str]:
+        """State and user content."""
+        names = {self.model, self.optimizer, self.fp16_states, self.user_content}
+        return {name for name in names if name is not None}
 
     def required(self, *, strict: bool) -> set[str]:
         """The ones that must be whole."""
-        names = {self.model, self.optimizer, self.fp16_states, self.user_content, self.rng if strict else None}
-        return {name for name in names if name is not None}
+        rng_file = {self.rng} if strict and self.rng is not None else set()
+        return self.to_open() | rng_file | set(self.checked)
 
 
 def resume_from_checkpoint(
@@ -69,7 +80,7 @@ def resume_from_checkpoint(
     load_optimizer_states: bool | None = None,
     trust: bool | None = None,
 ) -> Any:
-    """Continue from a checkpoint that `save_checkpoint` wrote: a partial one with the same layout, a full one with any.
+    """Continue from a checkpoint that `save_checkpoint` wrote, with the same layout or another one.
 
     Called by: every rank of the world, with the same arguments, after both wrappers were made.
     Collectives: a few small ones over the world, one more when the tensors are loaded.
@@ -80,12 +91,13 @@ def resume_from_checkpoint(
     translate_function: for full checkpoints, see `full.resume`.
     load_sharded_optimizer_state: for sharded data parallelism, without effect here.
     trust: load files that could run code.
-    The saved partition is taken over and the random state restored at once; tensors are loaded when the model
-    is partitioned: now with one stage, else during the first step.
+    With the same layout the saved partition is taken over and the random state restored at once. With another one the
+    partition is taken over if the pipeline degree is the same, ranks keep their present random state, and every rank
+    reads what it holds now out of whichever files have it, see `reshard`.
+    Tensors are loaded when the model is partitioned: now with one stage, else during the first step.
     Returns: the user content, {} if there is none.
     Raises: the same error on every rank. CheckpointNotFoundError (a FileNotFoundError) naming folder, tag and
-        what is there; CheckpointError if the checkpoint is damaged, was saved with another layout, or doesn't
-        fit the model; UsageError before the model is wrapped.
+        what is there; CheckpointError if the checkpoint is damaged or doesn't fit the model; UsageError before the model is wrapped.
     """
     where = absolute(path)
     with_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
@@ -124,17 +136,18 @@ def resume_from_checkpoint(
     run_everywhere(_CALL, lambda: _check_names(chosen, request))
     loaded = run_everywhere(_CALL, lambda: _open(chosen, files, request))
     record = chosen.manifest.partition
-    if record is not None:
+    if record is not None and chosen.manifest.layout.pp == world().table.degrees.pp:
         run_everywhere(_CALL, lambda: model.restore_partition(record))
     content = loaded.pop(files.user_content, None) if files.user_content else None
-    random = loaded.pop(files.rng, None)
+    random = loaded.pop(files.rng, None) if files.rng else None
     model.run_when_partitioned(lambda: _load_tensors(chosen, files, loaded, request))
     if random is not None:
         captured, position = random
         rng.restore(captured)
         model.restore_random_position(position)
     if rank_zero():
-        _log.info("resuming from %s", chosen.folder)
+        moved = f", saved with {chosen.manifest.layout.describe()}" if files.moved else ""
+        _log.info("resuming from %s%s", chosen.folder, moved)
     return {} if content is None else content
 
 
@@ -143,8 +156,8 @@ def _choose_whole(request: _Request) -> tuple[Choice, _Files]:
     skipped: dict[str, str] = {}
     while True:
         chosen = run_on_rank_zero(_CALL, lambda: choice.choose(request.root, request.tag, skipped))
-        choice.check_layout(chosen)
-        files = run_everywhere(_CALL, partial_of(_own_files, chosen, request))
+        name_files = _files_to_check if choice.is_moved(chosen) else _own_files
+        files = run_everywhere(_CALL, partial_of(name_files, chosen, request))
         per_rank = collect(_CALL, partial_of(_verify, chosen, files, request))
         damage = [
             f"{problem} (rank {rank})" for rank, problems in enumerate(per_rank) for problem in problems
@@ -169,22 +182,13 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
     Raises: CheckpointError if the checkpoint holds no model (strict), or no optimizer although it is asked
         for.
     """
+    _check_roles(chosen, request)
     manifest, here = chosen.manifest, world()
 
     def own(role: StateRole) -> str:
         at, sharded = here.coordinates, manifest.layout.shard_optimizer_state
         return layout.state_file(role, pp=at.pp, tp=at.tp, rdp=at.rdp, shard_optimizer_state=sharded)
 
-    if request.strict and not manifest.has("model"):
-        raise CheckpointError(
-            f"checkpoint {chosen.folder.name!r} holds no model: it was saved with model=None",
-            remedy="resume from another checkpoint; strict=False goes on with the present weights",
-        )
-    if request.optimizer is not None and not manifest.has("optimizer"):
-        raise CheckpointError(
-            f"checkpoint {chosen.folder.name!r} holds no optimizer state: it was saved with optimizer=None",
-            remedy="resume with load_optimizer=False to go on with a fresh optimizer",
-        )
     files = _Files(
         model=own("model") if manifest.has("model") else None,
         optimizer=own("optimizer") if request.optimizer is not None else None,
@@ -197,6 +201,33 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
             f"the manifest of {chosen.folder.name!r} lists no {', '.join(sorted(unlisted))}"
         )
     return files
+
+
+def _files_to_check(chosen: Choice, request: _Request) -> _Files:
+    """Name the files that this rank makes sure of where the layout is another one, so that all ranks together read each
+    once.
+
+    Raises: as `_own_files`.
+    """
+    _check_roles(chosen, request)
+    here = world()
+    names = list(reshard.files_of(chosen, with_optimizer=request.optimizer is not None))
+    user_content = layout.USER_CONTENT if layout.USER_CONTENT in chosen.manifest.files else None
+    return _Files(user_content=user_content, checked=tuple(names[here.rank :: here.size]), moved=True)
+
+
+def _check_roles(chosen: Choice, request: _Request) -> None:
+    manifest = chosen.manifest
+    if request.strict and not manifest.has("model"):
+        raise CheckpointError(
+            f"checkpoint {chosen.folder.name!r} holds no model: it was saved with model=None",
+            remedy="resume from another checkpoint; strict=False goes on with the present weights",
+        )
+    if request.optimizer is not None and not manifest.has("optimizer"):
+        raise CheckpointError(
+            f"checkpoint {chosen.folder.name!r} holds no optimizer state: it was saved with optimizer=None",
+            remedy="resume with load_optimizer=False to go on with a fresh optimizer",
+        )
 
 
 def _verify(chosen: Choice, files: _Files, request: _Request) -> list[integrity.Problem]:
@@ -234,9 +265,11 @@ def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
         be read.
     """
     loaded = {}
-    for name in sorted(files.required(strict=request.strict) - {files.rng}):
+    for name in sorted(files.to_open()):
         mmap = name != files.user_content  # the user may keep it for longer than the file is there
         loaded[name] = safe_loading.read_file(chosen.folder / name, trust=request.trust, mmap=mmap)
+    if files.rng is None:
+        return loaded
     try:
         loaded[files.rng] = _read_random_state(chosen, files.rng, trust=request.trust)
     except CheckpointError as error:
@@ -265,6 +298,16 @@ def _load_tensors(chosen: Choice, files: _Files, loaded: dict[str, Any], request
     """Load into the partitioned model and optimizer: on all ranks, or with an error on all."""
 
     def load() -> None:
+        if files.moved:
+            reshard.load(
+                chosen,
+                request.model,
+                request.optimizer,
+                with_model=chosen.manifest.has("model"),
+                strict=request.strict,
+                trust=request.trust,
+            )
+            return
         if files.model is not None:
             values = loaded.pop(files.model)
             plain = {name: value for name, value in values.items() if name != state.PARTIAL_MARK}

@@ -19,6 +19,9 @@ from shardwright.errors import CheckpointError
 
 PARTIAL_MARK = "_smp_is_partial"
 PARAM_NAMES = "param_names"
+MASTER = "fp32_from_fp16"
+"""fp32 masters in a state dict: index over the groups -> master. Inside the library a master is one more value in its
+parameter's state, so that it is joined, cut and exchanged like the rest."""
 SPANS = "_smp_spans"
 """Key of an optimizer dict whose state is that of pieces: name -> [start, stop, elements of all], of the rank's part of
 the parameter in row-major order, or [start, stop, elements of all, strides] in the order of memory that these give."""

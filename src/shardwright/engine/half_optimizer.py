@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.state import SPANS, Spans
+from shardwright.checkpoint.state import MASTER, SPANS, Spans
 from shardwright.data_parallel.grad_norm import HeldGradient
 from shardwright.engine.grad_clipping import clip
 from shardwright.engine.model import DistributedModel
@@ -25,9 +25,6 @@ from shardwright.transport import collectives
 
 _log = get_logger(__name__)
 
-MASTER = "fp32_from_fp16"
-"""The masters in a state dict: index over the groups -> master. Inside the library a master is one more value in its
-parameter's state, so that it is joined, cut and exchanged like the rest."""
 _SCALER = "loss_scaler"
 HALF_PRECISION_KEYS = (MASTER, _SCALER, "dynamic_loss_scale", "overflow")
 """What a state dict has beside torch's own keys."""

@@ -1,0 +1,181 @@
+"""Loading a partial checkpoint into another layout than it was saved with.
+
+Every rank asks the manifest for what it holds now, by plain name and place in the whole tensor, and reads just that
+(`plan`, `reader`). Weights go straight into the parameters; optimizer state is put together for this rank's parameters.
+
+What a change of precision means: masters of a half precision run become the weights of an fp32 run; where there are no
+masters, the saved weights are their values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint import plan, state
+from shardwright.checkpoint.choice import Choice
+from shardwright.checkpoint.manifest import OBJECT, Entry
+from shardwright.checkpoint.reader import Reader
+from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer, TensorRow
+from shardwright.errors import CheckpointError
+from shardwright.log import get_logger, once
+
+_log = get_logger(__name__)
+
+_STATE_ROLES = ("optimizer", "fp16_states")
+
+
+def load(
+    chosen: Choice,
+    model: CheckpointModel,
+    optimizer: CheckpointOptimizer | None,
+    *,
+    with_model: bool,
+    strict: bool,
+    trust: bool,
+) -> None:
+    """Load this rank's share of the model, and of the optimizer if there is one.
+
+    Called by: every rank, once the model is partitioned. Collectives: none.
+    with_model: does the checkpoint hold a model?
+    Raises: CheckpointError naming what is nowhere in the checkpoint.
+    """
+    work = _Load(chosen, model, Reader(chosen.folder, trust=trust))
+    if with_model:
+        work.load_model(strict=strict)
+    if optimizer is not None:
+        work.load_optimizer(optimizer, strict=strict)
+
+
+class _Load:
+    """One load on one rank."""
+
+    def __init__(self, chosen: Choice, model: CheckpointModel, reader: Reader) -> None:
+        self._chosen = chosen
+        self._model = model
+        self._reader = reader
+        self._rows = {row.name: row for row in model.tensor_table()}
+        self._entries: dict[str, list[Entry]] = {}
+        for entry in chosen.manifest.entries:
+            self._entries.setdefault(entry.name, []).append(entry)
+
+    # ------------------------------------------------------------------ the model
+
+    def load_model(self, *, strict: bool) -> None:
+        """Fill this rank's parameters and buffers in place."""
+        rest = {}
+        for name, target in self._model.local_state_dict().items():
+            entry = self._of_model(name)
+            if name == state.PARTIAL_MARK or (entry is None and not strict):
+                continue
+            if entry is None:
+                raise CheckpointError(f"{name!r} is only in the model", remedy="strict=False goes on without it")
+            if isinstance(target, Tensor) and entry.dtype != OBJECT:
+                self._fill(target, self._weights(entry, target.dtype), self._rows[name])
+            else:
+                rest[name] = self._reader.at(entry.slices[0])
+        if rest:
+            self._model.load_local(rest, strict=False)
+
+    def _of_model(self, name: str) -> Entry | None:
+        return next((entry for entry in self._entries.get(name, ()) if entry.role == "model"), None)
+
+    def _weights(self, entry: Entry, dtype: torch.dtype) -> Entry:
+        """Where the values of a parameter are best: in its master, if the parameter is fp32 now."""
+        master = self._master(entry.name)
+        return entry if master is None or dtype is not torch.float32 else master
+
+    def _master(self, name: str) -> Entry | None:
+        found = (e for e in self._entries.get(name, ()) if e.role == "fp16_states" and e.state == state.MASTER)
+        return next(found, None)
+
+    def _fill(self, target: Tensor, entry: Entry, row: TensorRow) -> None:
+        copies = plan.plan(entry, [plan.box_of(row.offset, row.local_shape)])
+        self._reader.fill(target, row.offset, copies)
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def load_optimizer(self, optimizer: CheckpointOptimizer, *, strict: bool) -> None:
+        """Put together the state of this rank's parameters and hand it to the optimizer."""
+        manifest = self._chosen.manifest
+        half = optimizer.half_precision_state() is not None
+        names = optimizer.group_names()
+        saved = self._settings(optimizer.full_group_names(), strict=strict)
+        states: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        index = 0
+        for options, group in zip(saved, names, strict=True):
+            indices = range(index, index + len(group))
+            index += len(group)
+            groups.append({**options, "params": list(indices)})
+            for number, name in zip(indices, group, strict=True):
+                values = self._state_of(name, half=half)
+                if values:
+                    states[number] = values
+        scaler = {}
+        if half and manifest.has("fp16_states"):
+            first = next(name for name, record in manifest.files.items() if record.role == "fp16_states")
+            known = ("state", "param_groups", state.PARAM_NAMES, state.SPANS)
+            scaler = {key: value for key, value in self._reader.value(first, ()).items() if key not in known}
+        optimizer.load_local({"state": states, "param_groups": groups, **scaler, state.PARTIAL_MARK: True})
+
+    def _settings(self, present: Sequence[Sequence[str]], *, strict: bool) -> list[dict[str, Any]]:
+        """The settings of each group, which are the same in every file."""
+        manifest = self._chosen.manifest
+        first = next(name for name, record in manifest.files.items() if record.role == "optimizer")
+        groups = self._reader.value(first, ("param_groups",))
+        everything = {
+            "state": {},
+            "param_groups": [
+                {**group, "params": [f"{number} {name}" for name in names]}
+                for number, (group, names) in enumerate(zip(groups, manifest.param_groups, strict=True))
+            ],
+            state.PARAM_NAMES: {
+                f"{number} {name}": name for number, names in enumerate(manifest.param_groups) for name in names
+            },
+        }
+        attached = state.attach_by_name(everything, present, strict=strict)
+        return [{k: v for k, v in group.items() if k != "params"} for group in attached["param_groups"]]
+
+    def _state_of(self, name: str, *, half: bool) -> dict[Any, Any]:
+        """Everything saved of one parameter, as torch nests it."""
+        values: dict[Any, Any] = {}
+        for entry in self._entries.get(name, ()):
+            if entry.role not in _STATE_ROLES or (entry.state == state.MASTER and not half):
+                continue
+            path = entry.slices[0].key[2:]
+            inner = values
+            for step in path[:-1]:
+                inner = inner.setdefault(step, {})
+            inner[path[-1]] = self._value(entry)
+        row = self._rows.get(name)
+        saved = self._of_model(name)
+        if half and state.MASTER not in values and row is not None and saved is not None:
+            once(_log, logging.INFO, "the checkpoint has no fp32 masters; they begin as its weights")
+            values[state.MASTER] = self._assembled(saved, row, torch.float32)
+        return values
+
+    def _value(self, entry: Entry) -> Any:
+        """One value of a parameter's state: this rank's part of it, or all of it where it isn't cut like the parameter."""
+        row = self._rows.get(entry.name)
+        if entry.dtype != OBJECT and row is not None and entry.shape == row.shape:
+            return self._assembled(entry, row, None)
+        found = self._reader.at(entry.slices[0])
+        return found.clone() if isinstance(found, Tensor) else found
+
+    def _assembled(self, entry: Entry, row: TensorRow, dtype: torch.dtype | None) -> Tensor:
+        kind = getattr(torch, entry.dtype) if dtype is None else dtype
+        made = torch.empty(row.local_shape, dtype=kind)
+        self._fill(made, entry, row)
+        return made
+
+
+def files_of(chosen: Choice, *, with_optimizer: bool) -> Iterator[str]:
+    """The state files that such a load may read, on whichever rank."""
+    roles = ("model", "fp16_states", *(("optimizer",) if with_optimizer else ()))
+    return (name for name, record in chosen.manifest.files.items() if record.role in roles)
+

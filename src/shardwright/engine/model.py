@@ -161,6 +161,7 @@ class DistributedModel(PartAccessors, ModuleManners):
                 "model.backward() does not take retain_graph or create_graph",
                 remedy="sum the losses and call model.backward() once",
             )
+        self._gradients.generation += 1
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given: list[Any] | None = None
         if grad_tensors is not None:

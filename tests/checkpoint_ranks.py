@@ -255,16 +255,6 @@ def resume_counting_reads(path: str) -> list[str]:
     return sorted(read)
 
 
-def layout_is_compared_before_reading(path: str) -> tuple[str, str, int]:
-    reads = []
-    original = load.safe_loading.read_file
-    load.safe_loading.read_file = lambda *args, **kwargs: reads.append(args)
-    try:
-        return (*resume_error(path), len(reads))
-    finally:
-        load.safe_loading.read_file = original
-
-
 def resume_counting_digests(path: str, skip: bool) -> int:
     """How many files this rank hashes to resume."""
     hashed: list[Path] = []

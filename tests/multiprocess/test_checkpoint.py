@@ -394,15 +394,6 @@ def test_too_early(pool2: RankPool, path: Path) -> None:
     )
 
 
-def test_another_layout_is_refused_before_anything_is_read(pool2: RankPool, path: Path) -> None:
-    run(pool2, ranks.train_and_save, str(path), config=TWO_STAGES)
-    told = run(pool2, ranks.layout_is_compared_before_reading, str(path), config=TWO_REPLICAS)
-    assert [reads for _, _, reads in told] == [0, 0]
-    _, text = same_on_all([entry[:2] for entry in told])
-    assert "pp saved 2, present 1" in text
-    assert "rdp saved 1, present 2" in text
-
-
 def test_weights_never_come_without_the_optimizer_unless_asked(pool2: RankPool, path: Path) -> None:
     run(pool2, ranks.save_model_only, str(path), config=TWO_STAGES)
     _, text = same_on_all(run(pool2, ranks.resume_error, str(path), config=TWO_STAGES))

@@ -41,7 +41,11 @@ def trained(clip: float | None) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         result["losses"].append(body(model, ranks.data(step)).stack())
-        if step == POISONED and smp.pp_rank() == smp.pp_size() - 1:
+        if step == POISONED and smp.state.cfg.shard_optimizer_state:  # in a piece that this rank alone owns
+            virtual = [p.grad for _, p in model.virtual_named_parameters() if p.grad is not None and p.numel()]
+            if smp.rank() == smp.size() - 1:
+                virtual[0].view(-1)[0] = float("nan")
+        elif step == POISONED and smp.pp_rank() == smp.pp_size() - 1:
             model.get_module().head.bias.grad[1] = float("nan")
         before = {n: p.detach().clone() for n, p in model.local_named_parameters()}
         if clip is not None:
@@ -96,10 +100,11 @@ def reference(clip: float | None, num_replicas: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "clip"),
-    [("pp2", None), ("pp2", 0.01), ("dp2", None), pytest.param("pp2-dp2", 0.01, marks=pytest.mark.heavy)],
+    [("pp2", None), ("pp2", 0.01), ("dp2", None), ("dp2-sharded", 0.01), pytest.param("pp2-dp2", 0.01, marks=pytest.mark.heavy)],
 )
 def test_scaler_equals_one_process(request: pytest.FixtureRequest, layout: str, clip: float | None) -> None:
-    config = {"pp2": TWO_STAGES, "dp2": TWO_REPLICAS, "pp2-dp2": TWO_BY_TWO}[layout]
+    sharded = {**TWO_REPLICAS, "shard_optimizer_state": True}
+    config = {"pp2": TWO_STAGES, "dp2": TWO_REPLICAS, "dp2-sharded": sharded, "pp2-dp2": TWO_BY_TWO}[layout]
     pool: RankPool = request.getfixturevalue("pool4" if layout == "pp2-dp2" else "pool2")
     num_replicas = 1 if layout == "pp2" else 2
     truth = reference(clip, num_replicas)
@@ -107,7 +112,7 @@ def test_scaler_equals_one_process(request: pytest.FixtureRequest, layout: str, 
     for index, result in enumerate(pool.run(trained, clip, config=config)):
         assert result["scales"] == truth["scales"]
         assert result["norms"] == pytest.approx(truth["norms"], rel=1e-5, nan_ok=True)
-        replica = index % num_replicas if layout == "dp2" else index // 2
+        replica = index % num_replicas if layout.startswith("dp2") else index // 2
         for step in range(STEPS):
             mine = truth["losses"][step][2 * replica : 2 * replica + 2]
             torch.testing.assert_close(result["losses"][step], mine, rtol=1e-2, atol=1e-3)

@@ -158,6 +158,28 @@ def test_overflow_on_one_rank_only(request: pytest.FixtureRequest, layout: str) 
             assert all(torch.equal(found[n], truth.masters[-1][n]) for n in found)
 
 
+def uneven() -> tuple[dict[str, Tensor], float]:
+    """Replica 1 has two batches more, and overflows in one of them."""
+    model = smp.DistributedModel(chain())
+    optimizer = smp.DistributedOptimizer(adam(model.named_parameters()), None, True, DYNAMIC)
+    with model.join():
+        for step in range(1 + 2 * smp.dp_rank()):
+            optimizer.zero_grad()
+            ranks.train_step(model, ranks.data(step))
+            if step == 2:
+                next(model.parameters()).grad.fill_(float("inf"))
+            optimizer.step()
+    ranks.train(model, optimizer, 1, first=9)
+    return masters_of(optimizer), optimizer.loss_scale
+
+
+def test_replicas_that_run_out_of_batches(pool2: RankPool) -> None:
+    """The masters and the scale of the one that went on longest are taken over."""
+    results = pool2.run(uneven, config={**TWO_REPLICAS, "fp16": True})
+    assert ranks.same(results[0], results[1])
+    assert results[0][1] == 2.0**16  # grown, halved by the overflow, one clean step
+
+
 FULL_SUMS = {"_fp32_grad_accumulation": True, "microbatches": 4}
 
 
@@ -226,9 +248,12 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4)
 
 
-def trained_model(name: str) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def trained_model(name: str, recompute: bool = False) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
     made = models.make(name)
     model = smp.DistributedModel(made.model)
+    if recompute:
+        for block in models.block_names(made.model):
+            smp.set_activation_checkpointing(made.model.get_submodule(block))
     optimizer = smp.DistributedOptimizer(adamw(model.parameters()), static_loss_scale=128.0)
 
     @smp.step
@@ -289,6 +314,13 @@ def test_models_over_two_stages(pool2: RankPool, name: str, kind: str) -> None:
             assert torch.equal(weights[name_], master.to(HALF[kind]))
         seen |= set(masters)
     assert seen == set(truth.masters[-1])
+
+
+def test_recomputed_blocks_change_nothing(pool2: RankPool) -> None:
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "log_level": "warning", "bf16": True}
+    plain = pool2.run(trained_model, "gpt2", config=config)
+    again = pool2.run(trained_model, "gpt2", True, config=config)
+    assert ranks.same(plain, again)
 
 
 # -- what crosses a stage boundary ------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import half_reference
 import models
 import shardwright.torch as smp
 import tp_parity
+from engine_ranks import same
 from harness import RankPool
 from shardwright.engine.half_precision import FP16_Module
 from tp_parity import BATCH, Case
@@ -51,6 +54,90 @@ def trained(case: Case) -> dict[str, Any]:
     masters = optimizer.state_dict()["fp32_from_fp16"]
     whole = tp_parity.plain_names({names[i]: master for i, master in masters.items()})
     return {"index": index, "losses": losses, "norms": norms, "masters": whole}
+
+
+def created(dtype: torch.dtype) -> list[str]:
+    """GPT-2 built in half precision from the start, as the GPT-2 script does; three steps."""
+    with smp.model_creation(tensor_parallelism=True, dtype=dtype):
+        made = models.make("gpt2")
+    assert torch.get_default_dtype() is torch.float32
+    assert all(p.dtype is dtype for p in made.model.parameters())
+    model = smp.DistributedModel(made.model)
+    assert list(model.distributed_modules())
+    assert all(p.dtype is dtype for p in model.parameters())
+    optimizer = smp.DistributedOptimizer(sgd(model.parameters()), dynamic_loss_scale=True, init_scale=2.0**8)
+
+    @smp.step
+    def body(model: Any, batch: Any) -> Tensor:
+        loss = made.loss_of(model, batch)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(float(body(model, made.make_batch(0, BATCH)).reduce_mean()))
+        optimizer.step()
+        assert not optimizer.overflow
+    assert losses == sorted(losses, reverse=True)
+    return [n for n, _ in model.local_named_parameters()]
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_models_built_in_half_precision(pool2: RankPool, kind: str) -> None:
+    names = pool2.run(created, HALF[kind], config={**Case("gpt2").config(), kind: True})
+    assert names[0] == names[1]
+
+
+def go(model: Any, optimizer: Any, made: models.Made, numbers: range) -> list[Tensor]:
+    @smp.step
+    def body(model: Any, batch: Any) -> Tensor:
+        loss = made.loss_of(model, batch)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for step in numbers:
+        optimizer.zero_grad()
+        losses.append(body(model, made.make_batch(10 * step + smp.dp_rank(), BATCH)).stack())
+        optimizer.step()
+    return losses
+
+
+IN_BF16 = {**Case("llama").config(), "bf16": True}
+
+
+def resumed(path: str) -> None:
+    """Two steps, everything saved, two more; then the same two in a model that was made anew."""
+
+    def build() -> tuple[Any, Any, models.Made]:
+        made = tp_parity.build(Case("llama"))
+        model = smp.DistributedModel(made.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)  # less than a step of bfloat16
+        return model, smp.DistributedOptimizer(optimizer), made
+
+    model, optimizer, made = build()
+    go(model, optimizer, made, range(2))
+    smp.save_checkpoint(path, "two", True, model, optimizer)
+    full, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    losses = go(model, optimizer, made, range(2, 4))
+    wanted = copy.deepcopy(optimizer.state_dict())
+    for form in ("checkpoint", "full"):
+        smp.shutdown()
+        smp.init(IN_BF16)
+        model, optimizer, made = build()
+        if form == "checkpoint":
+            smp.resume_from_checkpoint(path)
+        else:
+            optimizer.load_state_dict(full)
+            model.load_state_dict(weights)
+        assert same(go(model, optimizer, made, range(2, 4)), losses), form
+        assert same(optimizer.state_dict(), wanted), form
+
+
+def test_slices_are_resumed(pool2: RankPool, tmp_path: Path) -> None:
+    """FF-29 with tensor parallelism: masters of slices, from a checkpoint and from a whole state dict."""
+    pool2.run(resumed, str(tmp_path), config=IN_BF16)
 
 
 CASES = [

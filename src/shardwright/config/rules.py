@@ -20,7 +20,6 @@ from shardwright.errors import ConfigError, NotBuiltError
 NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
         "sharded_data_parallel_degree": "sharded data parallelism: parameters gathered only while used",
-        "delayed_parameter_initialization": "delayed initialisation: parameters built on their owner only",
     }
 )
 """Keys that are known and checked but whose feature is still missing, with what is missing."""

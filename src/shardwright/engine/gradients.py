@@ -35,7 +35,7 @@ class Gradients:
     Backward outside of steps (with one pipeline stage) counts as a step of its own, after which `plain_backward_ended`
     is called.
 
-    generation: grows whenever gradients may begin to change.
+    generation: grows with every backward, so that those who keep something of gradients know that they are others now.
     """
 
     def __init__(self, *, overlap: bool, passes_per_step: int, bucket_cap_mb: float, as_view: bool) -> None:
@@ -169,7 +169,6 @@ class Gradients:
         """Before the first microbatch."""
         self._in_step = True
         self.has_gradients = False
-        self.generation += 1
         self._arrived.clear()
         self._prepare()
 

@@ -6,6 +6,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from shardwright.engine.ties import ReplicatedTies
 from shardwright.engine.wrapping import check_can_wrap
 from shardwright.errors import PartitionError, UsageError
 from shardwright.log import get_logger, rank_zero
+from shardwright.memory import delayed_init
 from shardwright.partition.build import make_plan
 from shardwright.partition.plan import PartitionPlan
 from shardwright.pipeline import step as steps
@@ -84,9 +86,10 @@ class DistributedModel(PartAccessors, ModuleManners):
         check_can_wrap(module, DistributedModel, state.model)
         check_tracing(trace_device, trace_execution_times)
         check_supported(world.config)
-        module = distribute(module)
         self._precision = policy_of(world.config)
-        self.module = hops(module, self._precision)
+        with delayed_init.go_on() if delayed_init.has_delayed(module) else nullcontext():
+            module = distribute(module)
+            self.module = hops(module, self._precision)
         self._part = Part(module, world.coordinates.pp, world.table.degrees.pp)
         self._average = average_grads_across_microbatches
         self._when_partitioned: list[Callable[[], object]] = []
@@ -116,6 +119,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             optimizers=lambda: self._optimizers,
             offloader=self._recomputation.offloader,
         )
+        self._settle_delayed()
         state.model_wrapped(self)
         steps.set_driver(self._duties)
         if pipeline is None:
@@ -157,6 +161,7 @@ class DistributedModel(PartAccessors, ModuleManners):
                 "model.backward() does not take retain_graph or create_graph",
                 remedy="sum the losses and call model.backward() once",
             )
+        self._gradients.generation += 1
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given: list[Any] | None = None
         if grad_tensors is not None:
@@ -237,6 +242,7 @@ class DistributedModel(PartAccessors, ModuleManners):
     def _become_ready(self, table: list[placement.Placed]) -> None:
         """The rank holds its part: optimizer groups, loads that waited, equal copies and replicas."""
         self._part.settle(table)
+        delayed_init.forget()
         if context.world().config._fp32_grad_accumulation:
             accumulate_in_full(p for _, p in self._part.parameters())
         self.carry_out_marks()
@@ -257,6 +263,15 @@ class DistributedModel(PartAccessors, ModuleManners):
         """Weights were loaded or exchanged: what optimizers derive from them follows."""
         for optimizer in self._optimizers:
             optimizer._sw_weights_changed()
+
+    def _settle_delayed(self) -> None:
+        """Parameters without storage get equal values on all ranks, and other tensors get theirs at once.
+
+        Called by: every rank of the world. Collectives: one small broadcast over it, if there are any.
+        """
+        delayed_init.settle_others(self._part.module)
+        if delayed_init.has_delayed(self._part.module):
+            delayed_init.tape.bases[:] = objects.broadcast_object(delayed_init.tape.bases, "world")
 
     def carry_out_marks(self) -> None:
         """Modules were marked for activation checkpointing: from now on they are recomputed.
@@ -337,6 +352,12 @@ class DistributedModel(PartAccessors, ModuleManners):
         gather_to_rank0: only world rank 0 gets content, the others {}.
         keep_vars: where nothing is gathered, the very parameters instead of detached ones.
         """
+        if not self.partitioned and delayed_init.has_delayed(self._part.module):
+            raise UsageError(
+                "model.state_dict() before the model is partitioned, but its parameters are built with delayed"
+                " initialisation and have no values yet",
+                remedy="call it after the first step",
+            )
         keep = not gather_to_rank0 or context.world().rank == 0
         plain = self.get_module().state_dict(keep_vars=True)
         if not self._part.is_complete:
@@ -379,6 +400,10 @@ class DistributedModel(PartAccessors, ModuleManners):
         Returns: torch's missing and unexpected keys; empty when deferred.
         Raises: RuntimeError listing names and sizes that don't match, names only if strict.
         """
+        if not self.partitioned and delayed_init.has_delayed(self._part.module):
+            again = functools.partial(self.load_state_dict, state_dict, strict, same_partition_load)
+            self._when_partitioned.append(again)  # nothing is there yet to load into
+            return weights.Keys([], [])
         content, mark = weights.split_mark(state_dict)
         partial = bool(mark)
         if partial and same_partition_load and not self.partitioned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from shardwright.engine.step_duties import StepDuties
 from shardwright.engine.substitution import in_original_names
 from shardwright.engine.wrapping import ForwardingModule
 from shardwright.errors import UsageError
+from shardwright.memory import delayed_init
 from shardwright.topology import context
 from shardwright.transport import collectives
 
@@ -74,7 +76,8 @@ class ModuleManners(ForwardingModule):
         """What `half()`, `float()`, `to(dtype)` do. Placeholders stay without memory, and buffers known."""
         pipeline = self._duties.pipeline
         if self._part.is_whole or pipeline is None:
-            return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
+            with delayed_init.go_on() if delayed_init.has_delayed(self._part.module) else nullcontext():
+                return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
         elsewhere = {id(tensor) for tensor in self._part.elsewhere()}
 
         def light(tensor: torch.Tensor) -> torch.Tensor:

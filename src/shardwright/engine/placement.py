@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwright.memory import delayed_init
 from shardwright.partition.plan import PartitionPlan
 from shardwright.pipeline.runtime import Runtime
 from shardwright.pipeline.unit import units_of
@@ -80,10 +81,9 @@ def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Place
     table = list(placed_tensors(model, plan))
     for entry in table:
         if runtime.rank in entry.stages:
-            entry.tensor.data = entry.tensor.data.to(runtime.device)
+            _keep(entry.tensor, runtime.device)
         else:
-            entry.tensor.data = placeholder(entry.tensor.shape, entry.tensor.dtype)
-            entry.tensor.grad = None
+            _let_go(entry.tensor)
         runtime.register(entry.name, entry.tensor, entry.owner, entry.home if entry.is_buffer else None)
     runtime.module_names.update((id(module), name) for name, module in model.named_modules())
     runtime.tied.update(_tied(model))
@@ -110,8 +110,26 @@ def place_whole(model: nn.Module, device: torch.device) -> list[Placed]:
     plan = PartitionPlan(num_stages=1, stage_of=stage_of, stages=(), origin="auto", how="none")
     table = list(placed_tensors(model, plan))
     for entry in table:
-        entry.tensor.data = entry.tensor.data.to(device)
+        _keep(entry.tensor, device)
     return table
+
+
+def _keep(tensor: torch.Tensor, device: torch.device) -> None:
+    """Put a tensor on this rank's device; one without storage gets its value first, and no more than that is held."""
+    if delayed_init.is_delayed(tensor):
+        delayed_init.fill(tensor, delayed_init.value_of(tensor).to(device))
+    else:
+        tensor.data = tensor.data.to(device)
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    """Another stage holds it."""
+    stand_in = placeholder(tensor.shape, tensor.dtype)
+    if delayed_init.is_delayed(tensor):
+        delayed_init.fill(tensor, stand_in)
+    else:
+        tensor.data = stand_in
+        tensor.grad = None
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

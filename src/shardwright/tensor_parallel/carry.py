@@ -53,7 +53,8 @@ class Weights:
 
     def _reason_for_fresh(self) -> str:
         tensors = list(self._module.parameters())
-        if any(tensor.device.type == "meta" for tensor in tensors):
+        # The storage says it; with delayed initialisation the tensor says "cpu".
+        if any(tensor.untyped_storage().device.type == "meta" for tensor in tensors):
             return "the original's are on the meta device"
         if self._mark.blank and not _was_loaded(self._module):
             return "the script switched off the original's initialisation"

@@ -164,7 +164,7 @@ def fresh(spec: ShardSpec, rank: int, init: Init) -> Tensor:
     Called by: every rank of the tp group. Collectives: one broadcast of the seed. On the meta device, or
     within `without_initial_values`: none, and no values.
     """
-    device, dtype = torch.empty(0).device, parameter_dtype()
+    device, dtype = torch.get_default_device(), parameter_dtype()
     if device.type == "meta" or not _initialise:
         return torch.empty(spec.local_shape(rank), dtype=dtype)
     if isinstance(init, float):

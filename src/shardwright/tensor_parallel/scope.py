@@ -93,15 +93,10 @@ def model_creation(
     dtype: default dtype inside, restored on exit; None leaves it.
     tensor_parallel_config: as in `tensor_parallelism`; ignored if that is off.
     `from_pretrained` and `from_config` work inside.
-    Raises: NotBuiltError if parameters are to be created late (`delayed_parameter_initialization`) or partitioned.
+    Called by: `engine.creation`, which adds what other techniques do while a model is built.
+    Raises: NotBuiltError if parameters are to be partitioned.
     """
     config = context.world().config if context.is_initialized() else None
-    if config is not None and config.delayed_parameter_initialization:
-        raise NotBuiltError(
-            "'delayed_parameter_initialization' is True, but parameters that are built on their owner only are not"
-            " built yet",
-            remedy="leave the key out",
-        )
     if config is not None and config.sharded_data_parallel_degree > 1 and zero_init is not False:
         raise NotBuiltError(
             f"'sharded_data_parallel_degree' is {config.sharded_data_parallel_degree}, but parameters that are"

@@ -32,6 +32,7 @@ from shardwright.torch import step as _step_module  # noqa: F401  loaded for tho
 
 from shardwright.checkpoint.rank_files import load, save
 from shardwright.engine.checkpointing import resume_from_checkpoint, save_checkpoint
+from shardwright.engine.creation import model_creation
 from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import DistributedOptimizer
@@ -43,12 +44,13 @@ from shardwright.engine.queries import (
     set_partition,
 )
 from shardwright.engine.recomputation import set_activation_checkpointing
+from shardwright.memory.delayed_init import delay_param_initialization
 from shardwright.partition.manual import partition
 from shardwright.partition.trace import is_tracing
 from shardwright.pipeline.outputs import StepOutput
 from shardwright.pipeline.step import step
 from shardwright.tensor_parallel.registry import tp_register, tp_register_with_module
-from shardwright.tensor_parallel.scope import model_creation, set_tensor_parallelism, tensor_parallelism
+from shardwright.tensor_parallel.scope import set_tensor_parallelism, tensor_parallelism
 from shardwright.topology.accessors import (
     DP_GROUP,
     MP_GROUP,
@@ -184,7 +186,6 @@ __all__ = [
     "utils",
 ]
 
-delay_param_initialization = _not_built.function("delay_param_initialization")
 register_parameter = _not_built.function("register_parameter")
 save_on_signal = _not_built.function("save_on_signal")
 

@@ -13,9 +13,6 @@ from typing import Any, Final, NoReturn
 from shardwright.errors import NotBuiltError
 
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
-    "delayed parameter initialisation (parameters built on their owner only) is missing": (
-        "delay_param_initialization",
-    ),
     "sharded data parallelism (parameters gathered only while used) is missing": (
         "register_parameter",
         "sharded_data_parallel_checkpoint.get_buffer_names",

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import shardwright.torch as smp
-from shardwright.errors import NotBuiltError
 from shardwright.tensor_parallel import scope
 from shardwright.tensor_parallel.scope import UNMARKED, initialisation_is_blank, own_mark
 from tp_modules import Dense, Net
@@ -95,18 +94,16 @@ def test_model_creation_sets_marks_and_default_dtype() -> None:
     assert torch.get_default_dtype() == before
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"delayed_parameter_initialization": True},
-        {"sharded_data_parallel_degree": 1, "delayed_parameter_initialization": True},
-    ],
-)
-def test_model_creation_says_what_is_not_built(config: dict[str, object]) -> None:
-    smp.init(config)
+@pytest.mark.parametrize("delayed", [True, False])
+def test_model_creation_delays_parameters_if_asked_to(delayed: bool) -> None:
+    smp.init({"delayed_parameter_initialization": delayed})
     try:
-        with pytest.raises(NotBuiltError, match="'delayed_parameter_initialization' is True"), smp.model_creation():
-            pass
+        with smp.model_creation(dtype=torch.float64):
+            layer = nn.Linear(2, 2)
+        assert layer.weight.is_meta == delayed
+        assert layer.weight.dtype == torch.float64
+        wrapped = smp.DistributedModel(layer)
+        assert not wrapped.get_module().weight.is_meta
     finally:
         smp.shutdown()
 

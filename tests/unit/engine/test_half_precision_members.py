@@ -296,6 +296,36 @@ def test_gradients_are_cleared_everywhere() -> None:
 
 
 @pytest.mark.usefixtures("fp16")
+def test_gradients_are_taken_once() -> None:
+    """An evaluation between clipping and the update doesn't undo the clipping; another backward is taken in."""
+
+    @smp.step
+    def evaluate(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    model = smp.DistributedModel(net())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), static_loss_scale=8.0)
+    train_step(model, batch(0))
+    norm = optimizer.clip_master_grads(1e-3)
+    assert norm > 1e-2
+    before = masters_of(optimizer)
+    with torch.no_grad():
+        evaluate(model, batch(1))
+    optimizer.step()
+    after = masters_of(optimizer)
+    moved = torch.stack([(after[n] - before[n]).norm() for n in after]).norm()
+    assert float(moved) == pytest.approx(1e-3, rel=1e-2)
+    for times in (1, 2):
+        train_step(model, batch(0))
+        if times == 1:
+            optimizer.zero_grad()
+            train_step(model, batch(0))
+        optimizer.update_master_grads()
+        total = torch.stack([m.grad.norm() for m in optimizer.fp32_from_fp16_groups[0] if m.grad is not None]).norm()
+        assert float(total) == pytest.approx(times * norm, rel=1e-2)
+
+
+@pytest.mark.usefixtures("fp16")
 def test_every_way_to_backward() -> None:
     """optimizer.backward in a step and outside, and by hand with scale_loss."""
     model = smp.DistributedModel(net())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import models
 import reference
@@ -229,6 +232,151 @@ def test_numbers_are_the_same(case: Case, request: pytest.FixtureRequest) -> Non
     assert sum(s.saved for s in got) < sum(s.saved for s in want)
 
 
+# ------------------------------------------------------------------ batch norm (FF-31)
+
+
+def normed(marked: bool, steps: int) -> dict[str, Tensor]:
+    """Train, then run one step without gradients in eval mode; buffers before and after that."""
+    import shardwright.torch as smp
+
+    plain, make_batch, loss_of = build(Case("conv", ""))
+    if marked:
+        smp.set_activation_checkpointing(plain.blocks)
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
+
+    @smp.step
+    def step(model: nn.Module, batch: models.Batch) -> Tensor:
+        loss = loss_of(model, batch)
+        if model.training:
+            model.backward(loss)
+        return loss
+
+    for number in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        step(model, make_batch(number, BATCH))
+        optimizer.step()
+    buffers = reference.copies(dict(model.local_named_buffers()))
+    model.eval()
+    with torch.no_grad():
+        step(model, make_batch(0, BATCH))
+    after = dict(model.local_named_buffers())
+    assert all(torch.equal(after[name], buffer) for name, buffer in buffers.items())
+    return buffers
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_statistics_move_once_for_each_microbatch(marked: bool, pool2: RankPool) -> None:
+    steps, count = 3, 4
+    runs = pool2.run(normed, marked, steps, config={"pipeline_parallel_degree": 2, "microbatches": count})
+    got = {name: buffer for run in runs for name, buffer in run.items()}
+    plain, make_batch, loss_of = build(Case("conv", ""))
+    data = [[make_batch(number, BATCH)] for number in range(steps)]
+    want = reference.run_reference(plain, loss_of, data, num_microbatches=count).buffers
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+    assert {int(b) for name, b in got.items() if name.endswith("num_batches_tracked")} == {steps * count}
+
+
+# ------------------------------------------------------------------ transformers' own, and how much memory
+
+
+def own_checkpointing(on: bool) -> Seen:
+    """transformers' `gradient_checkpointing_enable`, with dropout, over whatever the configuration says."""
+    original = models.make
+
+    def enabled(*args: Any, **kwargs: Any) -> models.Made:
+        made = original(*args, **kwargs)
+        if on:
+            made.model.gradient_checkpointing_enable()
+        made.model.train()
+        return made
+
+    models.make = enabled
+    try:
+        return train(Case("gpt2", "", pp=2))
+    finally:
+        models.make = original
+
+
+def test_transformers_own_checkpointing(pool2: RankPool) -> None:
+    config = Case("gpt2", "", pp=2).config()
+    want, got = (pool2.run(own_checkpointing, on, config=config, timeout_s=120) for on in (False, True))
+    assert same(got, want) == []
+    assert sum(s.saved for s in got) < sum(s.saved for s in want)
+
+
+BLOCKS, WIDTH, ROWS = 12, 16, 512
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that ops make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in given | self._known.keys():
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+        def gone(_: Any) -> None:
+            self.now -= nbytes
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, gone)
+
+
+def peaks(strategy: str) -> int:
+    """The most bytes of activations and their gradients that live at one time in a step on this rank."""
+    import shardwright.torch as smp
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    plain = nn.Sequential(*[block() for _ in range(BLOCKS)])
+    if strategy == "blocks":
+        for layer in plain:  # each as a whole: a mark on a Sequential stands for its layers
+            smp.set_activation_checkpointing(layer, strategy="contiguous")
+    elif strategy:
+        smp.set_activation_checkpointing(plain, strategy=strategy)
+    model = smp.DistributedModel(plain)
+    live = Live()
+
+    @smp.step
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(model, torch.ones(ROWS, WIDTH))
+    with live:
+        step(model, torch.ones(ROWS, WIDTH))
+    return live.peak
+
+
+@pytest.mark.parametrize(("strategy", "inputs", "at_once"), [("blocks", BLOCKS, 1), ("group_3", BLOCKS // 3, 3)])
+def test_peak_memory_falls_as_computed(strategy: str, inputs: int, at_once: int, pool2: RankPool) -> None:
+    row = 4 * ROWS * WIDTH
+    kept = BLOCKS * (1 + 4 + 4) * row  # each block's input, and what GELU and its second layer keep
+    then = (inputs + at_once * (1 + 4 + 4)) * row  # inputs, and the blocks that are recomputed together
+    config = {"log_level": "warning", "ddp": True}
+    plain, marked = (pool2.run(peaks, s, config=config)[0] for s in ("", strategy))
+    grads = 2 * 4 * row  # of what GELU takes and gives, at one time
+    assert kept <= plain <= kept + grads + 3 * row
+    assert then - row <= marked <= then + grads + 3 * row
+
+
 # ------------------------------------------------------------------ modules on several stages
 
 
@@ -278,6 +426,69 @@ def test_module_on_several_stages_by_hand_is_an_error_on_every_rank(pool2: RankP
     for text in failure.value.tracebacks.values():
         assert "PartitionError" in text
         assert "'0' (Mlp) on stages 0, 1" in text
+
+
+def gathered() -> float:
+    """Groups on both stages, then `model.cpu()`: the whole model runs on every rank."""
+    import shardwright.torch as smp
+
+    plain, make_batch, loss_of = build(Case("tuples", ""))
+    smp.set_activation_checkpointing(plain.layers, strategy="group_2")
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def step(model: nn.Module, batch: models.Batch) -> Tensor:
+        return loss_of(model, batch)
+
+    with torch.no_grad():
+        step(model, make_batch(0, BATCH))
+        model.cpu()
+        torch.manual_seed(1)
+        return float(loss_of(model, make_batch(0, BATCH)))
+
+
+def test_gathered_model_runs_everywhere(pool2: RankPool) -> None:
+    losses = pool2.run(gathered, config={"pipeline_parallel_degree": 2, "microbatches": 2})
+    plain, make_batch, loss_of = build(Case("tuples", ""))
+    torch.manual_seed(1)
+    assert losses == [loss_of(plain, make_batch(0, BATCH)).item()] * 2
+
+
+def warned(mark: bool) -> list[str]:
+    import logging
+
+    import shardwright.torch as smp
+    from shardwright import log
+
+    log._seen.clear()
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardwright.engine.recomputation")
+    logger.addHandler(handler)
+    model = smp.DistributedModel(models.make("mlp").model)
+    if mark:
+        smp.set_activation_checkpointing(model.get_module().blocks)
+
+    @smp.step
+    def step(model: nn.Module, batch: models.Batch) -> Tensor:
+        return models.classification_loss(model, batch)
+
+    with torch.no_grad():
+        step(model, models.vector_batch(0, BATCH))
+        step(model, models.vector_batch(0, BATCH))
+    logger.removeHandler(handler)
+    return logged
+
+
+@pytest.mark.parametrize("mark", [True, False])
+def test_offloading_says_once_where_it_does_nothing(mark: bool, pool2: RankPool) -> None:
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "offload_activations": True}
+    logged = pool2.run(warned, mark, config=config)
+    assert [("on a CPU" in line, "no module is checkpointed" in line) for line in logged[0]] == [
+        (True, False), *([] if mark else [(False, True)])
+    ]  # fmt: skip
+    assert logged[1] == []
 
 
 # ------------------------------------------------------------------ names (FF-33)

@@ -104,6 +104,13 @@ def test_half_precision_rounds_the_same_values(pool2: RankPool) -> None:
         assert [n for n, t in weights.items() if not torch.allclose(t.float(), full[n], atol=2e-3, rtol=1e-2)] == []
 
 
+@pytest.mark.heavy
+def test_sharded_optimizer_state_changes_nothing(pool2: RankPool) -> None:
+    runs = pool2.run(weights_of, "gpt2", False, True, config=config())
+    runs += pool2.run(weights_of, "gpt2", False, True, config={**config(), "shard_optimizer_state": True})
+    assert differences(runs) == []
+
+
 def test_training_updates_them(pool2: RankPool) -> None:
     before = pool2.run(weights_of, "gpt2", False, False, config=config(pp=2))[0]
     after = pool2.run(weights_of, "gpt2", False, True, config=config(pp=2))[0]
@@ -114,20 +121,24 @@ def test_training_updates_them(pool2: RankPool) -> None:
 # ------------------------------------------------------------------ loaded weights
 
 
-def loaded(folder: str, late: bool) -> dict[str, Tensor]:
+def loaded(folder: str, how: str) -> dict[str, Tensor]:
+    """Load a whole state dict: by transformers inside the context, or into parameters without storage."""
     import transformers
 
     import shardwright.torch as smp
 
     torch.manual_seed(5)
     with smp.model_creation():
-        plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
-        assert not any(p.is_meta for p in plain.transformer.parameters())
-        if late:
+        if how == "from_pretrained":
+            plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
+        else:
             plain = models.MODELS["gpt2"].build(0.0)
+    assert {p.is_meta for p in plain.transformer.parameters()} == {how != "from_pretrained"}
     model = smp.DistributedModel(plain)
-    if late:
-        model.load_state_dict(torch.load(f"{folder}/state.pt", weights_only=True))
+    if how == "load_state_dict":
+        model.load_state_dict(torch.load(f"{folder}/fullmodel.pt", weights_only=True))
+    if how == "resume":
+        smp.resume_from_checkpoint(folder, tag="fullmodel.pt", partial=False)
 
     @smp.step
     def step(model: nn.Module, batch: models.Batch) -> Tensor:
@@ -138,12 +149,12 @@ def loaded(folder: str, late: bool) -> dict[str, Tensor]:
     return {n: t.clone() for n, t in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_loaded_weights_are_kept(late: bool, pool2: RankPool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("how", ["from_pretrained", "load_state_dict", "resume"])
+def test_loaded_weights_are_kept(how: str, pool2: RankPool, tmp_path: Any) -> None:
     plain = models.make("gpt2", seed=3).model
     plain.save_pretrained(tmp_path)
-    torch.save(plain.state_dict(), tmp_path / "state.pt")
-    for run in pool2.run(loaded, str(tmp_path), late, config=config(pp=2), timeout_s=120):
+    torch.save(plain.state_dict(), tmp_path / "fullmodel.pt")
+    for run in pool2.run(loaded, str(tmp_path), how, config=config(pp=2), timeout_s=120):
         assert [n for n, t in plain.state_dict().items() if not torch.equal(t, run[n])] == []
 
 

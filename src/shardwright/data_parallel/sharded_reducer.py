@@ -16,7 +16,7 @@ from shardwright.data_parallel.reducer import GradientReducer, ReplicaAxis
 from shardwright.transport import collectives
 
 # So many buckets are in flight before the oldest is waited for: their buffers are all that is held of the gradients.
-_IN_FLIGHT = 2
+_IN_FLIGHT = 1
 
 
 class ShardedReducer(GradientReducer):
@@ -43,6 +43,7 @@ class ShardedReducer(GradientReducer):
         )
         self.sharded = ShardedParameters(axis)
         self._live: list[ShardedBucket] = []
+        self._pool = SparePool()
 
     def prepare(self) -> None:
         """Cover parameters that require a gradient and aren't covered yet.
@@ -51,7 +52,7 @@ class ShardedReducer(GradientReducer):
         """
         trained = [(n, p) for n, p in self._named if p.requires_grad]
         for bucket in self.sharded.cover(trained, self._cap_bytes):
-            self._live.append(ShardedBucket(bucket, self._reduce_scatter))
+            self._live.append(ShardedBucket(bucket, self._pool, self._reduce_scatter))
 
     def _begin(self) -> None:
         if self._begun:
@@ -78,11 +79,43 @@ class _Nothing:
     def wait(self) -> None: ...
 
 
-class ShardedBucket(LiveBucket):
-    """A bucket whose gradients are packed into a buffer of the moment, of which this rank's share comes back."""
+class SparePool:
+    """Buffers that buckets pack their gradients into, one after the other.
 
-    def __init__(self, home: FlatBucket, reduce_scatter: Callable[[Tensor, Tensor], Waitable]) -> None:
+    They stay: the first touch of fresh memory costs several times a copy, and large blocks that come and go between
+    small ones leave holes.
+    """
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of at least so many elements; its content is whatever it is."""
+        spare = self._spare.setdefault((dtype, device), [])
+        for index, buffer in enumerate(spare):
+            if buffer.numel() >= num_elements:
+                return spare.pop(index)
+        return torch.empty(num_elements, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back that nothing writes to any more."""
+        self._spare[buffer.dtype, buffer.device].append(buffer)
+
+    def clear(self) -> None:
+        self._spare.clear()
+
+
+class ShardedBucket(LiveBucket):
+    """A bucket whose gradients are packed into a buffer of the pool, of which this rank's share comes back.
+
+    reduce_scatter: starts to fill this rank's share, its first argument, of the sum over ranks of the second.
+    """
+
+    def __init__(
+        self, home: FlatBucket, pool: SparePool, reduce_scatter: Callable[[Tensor, Tensor], Waitable]
+    ) -> None:
         self._home = home
+        self._pool = pool
         self._reduce_scatter = reduce_scatter
         self._share: Tensor | None = None
         self._packed_buffer: Tensor | None = None
@@ -102,26 +135,30 @@ class ShardedBucket(LiveBucket):
     def _sent(self, contribute: bool) -> tuple[Tensor, Tensor, Waitable]:
         """Start the reduction of what gradients there are; return the share to be, and what must live until then."""
         home = self._home
-        flat = torch.empty_like(home.flat, dtype=gradient_dtype(self.parameters[0]))
+        buffer = self._pool.take(len(home.flat), gradient_dtype(self.parameters[0]), home.flat.device)
+        flat = buffer[: len(home.flat)]
         flat[home.plan.num_elements :].zero_()
         if contribute:
             self._pack(self._views_of(flat))
         else:
             flat.zero_()
         share = flat.new_empty(home.share)
-        return share, flat, self._reduce_scatter(share, flat)
+        return share, buffer, self._reduce_scatter(share, flat)
 
     def wait(self, divisor: int) -> None:
         """Wait for the reduction, if that was not done yet. The division happens in `write_back`."""
         if self._pending is not None:
+            assert self._packed_buffer is not None
             self._pending.wait()
+            self._pool.give(self._packed_buffer)
             self._pending = self._packed_buffer = None
 
     def reduce_again(self, divisor: int, contribute: bool) -> None:
         """After `wait`: add what came on some rank since the start."""
         assert self._share is not None
-        late, _, pending = self._sent(contribute)
+        late, buffer, pending = self._sent(contribute)
         pending.wait()
+        self._pool.give(buffer)
         self._share.add_(late)
 
     def write_back(self, had_gradient: Sequence[bool], divisor: int) -> None:

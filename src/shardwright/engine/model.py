@@ -114,7 +114,7 @@ class DistributedModel(PartAccessors, ModuleManners):
             pipeline=pipeline,
             broadcast_buffers=broadcast_buffers and world.config.ddp,
             post_step=HookList(self._call_hook),
-            before_first_step=self._release_post_partition_hooks,
+            before_first_step=self._before_first_step,
             after_reduction=self._hand_out_pieces,
             optimizers=lambda: self._optimizers,
             offloader=self._recomputation.offloader,
@@ -441,6 +441,10 @@ class DistributedModel(PartAccessors, ModuleManners):
     def register_post_step_hook(self, hook: Hook) -> HookHandle:
         """Run `hook(model, optimizer)` once, when the first (else the next) step ends; returns a handle."""
         return self._duties.post_step.add(hook, now=False)
+
+    def _before_first_step(self) -> None:
+        self._recomputation.check_offloading()
+        self._release_post_partition_hooks()
 
     def _release_post_partition_hooks(self) -> None:
         if self.partitioned:

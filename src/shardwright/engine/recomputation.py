@@ -127,9 +127,10 @@ class Recomputation:
             if self._done.get(id(module)) != mark:
                 self._done[id(module)] = mark
                 self._group(targets_of_one)
-        if self._hold is not Here or not context.is_initialized():
-            return
-        if not found and context.world().config.offload_activations:
+
+    def check_offloading(self) -> None:
+        """Warn if activations should be offloaded, but there are none to offload. Called by: every rank, before its first step."""
+        if context.world().config.offload_activations and not any(map(mark_of, self._part.module.modules())):
             once(_log, logging.WARNING, "'offload_activations' has no effect: no module is checkpointed. Mark some with"
                  " smp.set_activation_checkpointing()")  # fmt: skip
 

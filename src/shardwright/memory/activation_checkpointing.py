@@ -16,6 +16,7 @@ Source: Chen et al. 2016, arXiv:1604.06174.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,7 +90,10 @@ class Recompute:
 
     def __call__(self, call: Call) -> Call:
         """A function that runs `call` recomputed."""
-        return lambda *args, **kwargs: self.run(call, args, kwargs)
+        return functools.partial(self._call, call)  # copied along with a module that holds it
+
+    def _call(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        return self.run(call, args, kwargs)
 
 
 class _Run:

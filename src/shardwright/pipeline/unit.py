@@ -207,6 +207,10 @@ class Group(Unit):
         self._children = tuple(children.values())
         self.num_streams = len(children)
 
+    def remove(self) -> None:
+        """The whole model is on this rank now, and its Sequential goes on calling this."""
+        self.owner = self.runtime.rank
+
     def _native(self, frame: Frame) -> Call:
         seeds = [frame.stream(number) for number in range(self.num_streams)]
 

@@ -184,7 +184,7 @@ def reduce_scatter_into(
     """Write this rank's share of the sum of all ranks' tensors: of tensor[r], for r the rank in the group.
 
     tensor: [n, *output.shape], contiguous.   output: contiguous.
-    shares: memory like `tensor` that gloo may use until the end.
+    shares: memory like `tensor` that gloo may use until the end, if there are more than two ranks.
     Returns: None, or with async_op what must be waited for before `output` is read or `tensor` is written.
     """
     here = context.world()
@@ -203,11 +203,24 @@ def reduce_scatter_into(
         )
         return _given_back(pending, async_op)
     # gloo has none that moves only what is needed: exchange the shares, add here
+    if len(here.groups.ranks(axis)) == 2:
+        return _given_back(_add_other_half(output.detach(), source, axis), async_op)
     received = torch.empty_like(source) if shares is None else shares
     exchange = all_to_all_into(received, source, axis, async_op=True)
     assert exchange is not None
     exchange.then(lambda: _sum_in_order(received, output.detach()))
     return _given_back(exchange, async_op)
+
+
+def _add_other_half(output: Tensor, halves: Tensor, axis: Axis) -> Pending:
+    """Start to fill `output` with the sum of this rank's half and the one that the other of two ranks has for it."""
+    own = context.world().coordinates.position(axis)
+    sizes = [0, 0]
+    sizes[1 - own] = output.numel()
+    exchange = all_to_all_into(output, halves[1 - own], axis, sizes, sizes, async_op=True)
+    assert exchange is not None
+    exchange.then(lambda: output.add_(halves[own]))
+    return exchange
 
 
 def all_reduce_in_order(flat: Tensor, axis: Axis, async_op: bool = False) -> Pending | None:

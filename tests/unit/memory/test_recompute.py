@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import UsageError
-from shardwright.memory.activation_checkpointing import Border, Recompute
+from shardwright.memory.activation_checkpointing import Border, Chain, GroupedForward, Recompute
 from shardwright.memory.activation_offload import Offloader
 
 Calls = Callable[[nn.Module], Tensor]
@@ -260,6 +260,16 @@ def test_within_the_models_own_checkpointing() -> None:
     torch.manual_seed(1)
     y = torch.utils.checkpoint.checkpoint(bordered(module), torch.ones(2, 5), use_reentrant=False)
     assert all(map(torch.equal, torch.autograd.grad(y.sum(), list(module.parameters())), want))
+
+
+def test_copies_of_grouped_layers_are_their_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    recompute = Recompute("both", list(model))
+    model.__dict__["forward"] = GroupedForward([recompute(Chain(list(model)))])
+    copied = copy.deepcopy(model)
+    copied(torch.ones(1, 3)).sum().backward()
+    assert model[0].weight.grad is None
+    assert copied[0].weight.grad is not None
 
 
 def test_names_stay() -> None:

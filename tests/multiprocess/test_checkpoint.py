@@ -21,7 +21,6 @@ from harness import RankFailure, RankPool, run_ranks
 from shardwright.checkpoint import integrity, layout, manifest
 
 TWO_STAGES = {"pipeline_parallel_degree": 2}
-TWO_REPLICAS = {"ddp": True}
 TWO_BY_TWO = {"pipeline_parallel_degree": 2, "ddp": True}
 
 

@@ -298,11 +298,26 @@ def _tag(root: Path, tag: str | int | None) -> str:
     return layout.check_tag(newest.removesuffix(layout.PARTIAL_SUFFIX))
 
 
+def tags(root: Path) -> list[str]:
+    """The full checkpoints of a folder that have a manifest."""
+    return sorted(p.name[len("manifest_") : -len(".json")] for p in root.glob("manifest_*.json"))
+
+
+def inspect(root: Path, tag: str, *, checksums: bool) -> tuple[Manifest | None, list[integrity.Problem]]:
+    """What is wrong with a full checkpoint. Returns: its manifest, None if that is unusable, and the problems."""
+    mark = root / _manifest_file(tag)
+    try:
+        manifest = Manifest.from_bytes(mark.read_bytes(), where=str(mark))
+    except (OSError, CheckpointError) as error:
+        return None, [integrity.Problem("manifest", mark.name, str(error))]
+    return manifest, integrity.check_files(root, manifest, manifest.files, checksums=checksums)
+
+
 def _remedy(root: Path) -> str:
     """Which full checkpoints a folder holds."""
     if not root.is_dir():
         return f"check the path: {root} is not a folder"
-    found = sorted(p.name[len("manifest_") : -len(".json")] for p in root.glob("manifest_*.json"))
+    found = tags(root)
     if found:
         return f"tag= one of {', '.join(found)}"
     partial = sorted(p.name for p in root.glob("*" + layout.PARTIAL_SUFFIX) if p.is_dir())

@@ -180,6 +180,45 @@ def test_replicas_that_run_out_of_batches(pool2: RankPool) -> None:
     assert results[0][1] == 2.0**16  # grown, halved by the overflow, one clean step
 
 
+class Slope(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def large_gradients(view: bool) -> Tensor:
+    model = smp.DistributedModel(Slope(), gradient_as_bucket_view=view)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    @smp.step
+    def body(model: Any, x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    body(model, torch.tensor([[40960.0, 61440.0 - 20480.0 * smp.dp_rank(), -1.0]]))
+    optimizer.step()
+    assert not optimizer.overflow
+    return optimizer.fp32_from_fp16_groups[0][0].detach().clone()
+
+
+@pytest.mark.parametrize(("view", "sharded"), [(False, False), (True, False), (False, True)])
+def test_sums_over_replicas_do_not_overflow(pool2: RankPool, view: bool, sharded: bool) -> None:
+    """The mean fits into float16, the sum doesn't."""
+    config = {**TWO_REPLICAS, "microbatches": 1, "fp16": True, "shard_optimizer_state": sharded}
+    masters = pool2.run(large_gradients, view, config=config)
+    wanted = torch.tensor([-40960.0, -51200.0, 1.0])
+    if sharded:
+        assert torch.equal(torch.cat(masters), wanted)
+    else:
+        assert all(torch.equal(m, wanted) for m in masters)
+
+
 FULL_SUMS = {"_fp32_grad_accumulation": True, "microbatches": 4}
 
 

@@ -345,10 +345,7 @@ def peaks(strategy: str) -> int:
         return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     plain = nn.Sequential(*[block() for _ in range(BLOCKS)])
-    if strategy == "blocks":
-        for layer in plain:  # each as a whole: a mark on a Sequential stands for its layers
-            smp.set_activation_checkpointing(layer, strategy="contiguous")
-    elif strategy:
+    if strategy:
         smp.set_activation_checkpointing(plain, strategy=strategy)
     model = smp.DistributedModel(plain)
     live = Live()
@@ -365,7 +362,7 @@ def peaks(strategy: str) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize(("strategy", "inputs", "at_once"), [("blocks", BLOCKS, 1), ("group_3", BLOCKS // 3, 3)])
+@pytest.mark.parametrize(("strategy", "inputs", "at_once"), [("each", BLOCKS, 1), ("group_3", BLOCKS // 3, 3)])
 def test_peak_memory_falls_as_computed(strategy: str, inputs: int, at_once: int, pool2: RankPool) -> None:
     row = 4 * ROWS * WIDTH
     kept = BLOCKS * (1 + 4 + 4) * row  # each block's input, and what GELU and its second layer keep

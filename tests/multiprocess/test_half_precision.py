@@ -180,6 +180,45 @@ def test_replicas_that_run_out_of_batches(pool2: RankPool) -> None:
     assert results[0][1] == 2.0**16  # grown, halved by the overflow, one clean step
 
 
+class Slope(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def large_gradients(view: bool) -> Tensor:
+    model = smp.DistributedModel(Slope(), gradient_as_bucket_view=view)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    @smp.step
+    def body(model: Any, x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    body(model, torch.tensor([[40960.0, 61440.0 - 20480.0 * smp.dp_rank(), -1.0]]))
+    optimizer.step()
+    assert not optimizer.overflow
+    return optimizer.fp32_from_fp16_groups[0][0].detach().clone()
+
+
+@pytest.mark.parametrize(("view", "sharded"), [(False, False), (True, False), (False, True)])
+def test_sums_over_replicas_do_not_overflow(pool2: RankPool, view: bool, sharded: bool) -> None:
+    """The mean fits into float16, the sum doesn't."""
+    config = {**TWO_REPLICAS, "microbatches": 1, "fp16": True, "shard_optimizer_state": sharded}
+    masters = pool2.run(large_gradients, view, config=config)
+    wanted = torch.tensor([-40960.0, -51200.0, 1.0])
+    if sharded:
+        assert torch.equal(torch.cat(masters), wanted)
+    else:
+        assert all(torch.equal(m, wanted) for m in masters)
+
+
 FULL_SUMS = {"_fp32_grad_accumulation": True, "microbatches": 4}
 
 
@@ -321,6 +360,74 @@ def test_recomputed_blocks_change_nothing(pool2: RankPool) -> None:
     plain = pool2.run(trained_model, "gpt2", config=config)
     again = pool2.run(trained_model, "gpt2", True, config=config)
     assert ranks.same(plain, again)
+
+
+def tied_copies() -> tuple[list[Tensor], dict[str, Tensor]]:
+    made = models.make("gpt2")
+    model = smp.DistributedModel(made.model)
+    for name, stage in models.even_stages(models.block_names(made.model), 2).items():
+        smp.set_partition(made.model.get_submodule(name), stage)
+    smp.set_partition(made.model.lm_head, 1)
+    optimizer = smp.DistributedOptimizer(adamw(model.parameters()), None, True, DYNAMIC)
+
+    @smp.step
+    def body(model: Any, batch: Any) -> Tensor:
+        loss = made.loss_of(model, batch)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        losses.append(body(model, made.make_batch(step, 8)).stack())
+        if step == 1 and smp.pp_rank() == 0:
+            made.model.transformer.wte.weight.grad[0, 0] = float("inf")
+        optimizer.step()
+        assert optimizer.overflow == (step == 1)
+        copies = smp.allgather(made.model.lm_head.weight.detach(), smp.PP_GROUP)
+        assert torch.equal(*copies)
+    return losses, masters_of(optimizer)
+
+
+def test_copies_of_tied_weights(pool2: RankPool) -> None:
+    """FF-07 in half precision: the owner alone has a master; copies get its rounding."""
+    config = {**TWO_STAGES, "tied_weights": "replicate", "fp16": True}
+    (losses, first), (_, second) = pool2.run(tied_copies, config=config)
+    assert "transformer.wte.weight" in first
+    assert not any(name in second for name in ("transformer.wte.weight", "lm_head.weight"))
+    assert float(losses[1].mean()) != float(losses[0].mean())
+    whole = {name for name, _ in models.make("gpt2").model.named_parameters()}
+    assert first.keys() | second.keys() == whole
+
+
+def frozen(stage: int) -> list[float]:
+    model = wrap("pp")
+    module = model.get_module()
+    parts = [module.blocks[0], module.blocks[1]] if stage == 0 else [module.blocks[2], module.head]
+    for part in parts:
+        part.requires_grad_(False)
+    optimizer = smp.DistributedOptimizer(adam(model.named_parameters()), None, True, DYNAMIC)
+    start = {n: p.detach().clone() for n, p in module.named_parameters()}
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        ranks.train_step(model, ranks.data(step))
+        norms.append(optimizer.clip_master_grads(0.01))
+        optimizer.step()
+    state = optimizer.state_dict()
+    assert len(state["fp32_from_fp16"]) == 4
+    optimizer.load_state_dict(state)
+    for name, parameter in model.local_named_parameters():
+        assert torch.equal(parameter, start[name].half()) == (smp.pp_rank() == stage)
+    return norms
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_trains_nothing(pool2: RankPool, stage: int) -> None:
+    """FF-14 in half precision."""
+    one, two = pool2.run(frozen, stage, config={**TWO_STAGES, "fp16": True})
+    assert one == two
+    assert all(norm > 0.01 for norm in one)
 
 
 # -- what crosses a stage boundary ------------------------------------------------------------------------

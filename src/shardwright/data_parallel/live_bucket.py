@@ -39,7 +39,10 @@ class LiveBucket(ABC):
     gradient_as_view: from `start` on, `.grad` is None.
     waiting_for: ids of parameters whose gradient is not ready yet.
     changed: a gradient was announced after the start.
+    divided_by: of every rank's gradients before they are summed, so that sums of float16 don't overflow.
     """
+
+    divided_by: int = 1
 
     def __init__(self, plan: Bucket, parameters: Sequence[Parameter], gradient_as_view: bool) -> None:
         self.plan = plan
@@ -62,15 +65,15 @@ class LiveBucket(ABC):
         """Pack this rank's gradients, or zeros if it does not contribute, and start to reduce them."""
 
     @abstractmethod
-    def wait(self, divisor: int) -> None:
+    def wait(self, divisor: float) -> None:
         """Wait for the reduction.   divisor: of the sum."""
 
     @abstractmethod
-    def reduce_again(self, divisor: int, contribute: bool) -> None:
+    def reduce_again(self, divisor: float, contribute: bool) -> None:
         """After `wait`: take in what changed on some rank since the start, and wait for that."""
 
     @abstractmethod
-    def write_back(self, had_gradient: Sequence[bool], divisor: int) -> None:
+    def write_back(self, had_gradient: Sequence[bool], divisor: float) -> None:
         """Hand out what was reduced, where there was a gradient on some rank; the others keep None."""
 
     def count(self) -> tuple[list[bool], bool]:
@@ -89,6 +92,7 @@ class LiveBucket(ABC):
     def _pack(self, views: Sequence[Tensor]) -> None:
         """Put the gradients where `views` show, zeros where there is none."""
         empty: list[Tensor] = []
+        present: list[Tensor] = []
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
@@ -97,6 +101,7 @@ class LiveBucket(ABC):
                 empty.append(view)
                 continue
             self._present[index] = True
+            present.append(view)
             if gradient is not view:
                 targets.append(view)
                 sources.append(self._dense(gradient, index))
@@ -106,6 +111,8 @@ class LiveBucket(ABC):
             torch._foreach_zero_(empty)
         if targets:
             torch._foreach_copy_(targets, sources)
+        if present and self.divided_by != 1:
+            torch._foreach_div_(present, self.divided_by)
 
     def _dense(self, gradient: Tensor, index: int) -> Tensor:
         if gradient.layout is torch.strided:
@@ -156,7 +163,7 @@ class ReplicatedBucket(LiveBucket):
                     parameter.grad = None
         self._pending = self._reduction(self, self._flat, self._views)
 
-    def wait(self, divisor: int) -> None:
+    def wait(self, divisor: float) -> None:
         """Wait for the reduction.
 
         divisor: of the sum. In the copied way the division happens in `write_back`, in the same pass.
@@ -167,7 +174,7 @@ class ReplicatedBucket(LiveBucket):
         if self._as_view:
             _divide(self._flat, divisor)
 
-    def reduce_again(self, divisor: int, contribute: bool) -> None:
+    def reduce_again(self, divisor: float, contribute: bool) -> None:
         """After `wait`: take in what changed on some rank since the start, and wait for that."""
         assert self._flat is not None
         if not self._as_view:
@@ -184,7 +191,7 @@ class ReplicatedBucket(LiveBucket):
         self._reduction(self, late, late_views).wait()
         self._flat.add_(_divide(late, divisor))
 
-    def write_back(self, had_gradient: Sequence[bool], divisor: int) -> None:
+    def write_back(self, had_gradient: Sequence[bool], divisor: float) -> None:
         """Give every parameter that had a gradient on some rank the reduced one; the others keep None."""
         for parameter, view, had in zip(self.parameters, self._views, had_gradient, strict=True):
             if not had:
@@ -206,5 +213,5 @@ def _has_changed(gradient: Tensor | None, packed: tuple[Tensor, int] | None) -> 
     return gradient is not packed[0] or gradient._version != packed[1]
 
 
-def _divide(tensor: Tensor, divisor: int) -> Tensor:
+def _divide(tensor: Tensor, divisor: float) -> Tensor:
     return tensor if divisor == 1 else tensor.div_(divisor)

@@ -164,15 +164,15 @@ class GradientReducer:
             counts = self._counts(contribute)
             pending_counts = collectives.all_reduce(counts, self._axis, async_op=True) or _Done()
             for bucket in self._buckets:
-                bucket.wait(divisor)
+                bucket.wait(divisor / bucket.divided_by)
             pending_counts.wait()
             had_gradient, changed = self._read(counts)
             for bucket, again in zip(self._buckets, changed, strict=True):
                 if again:
-                    bucket.reduce_again(divisor, contribute)
+                    bucket.reduce_again(divisor / bucket.divided_by, contribute)
             if contribute:
                 for bucket, had in zip(self._buckets, had_gradient, strict=True):
-                    bucket.write_back(had, divisor)
+                    bucket.write_back(had, divisor / bucket.divided_by)
         self._rest()
 
     def abandon(self) -> None:
@@ -222,6 +222,8 @@ class GradientReducer:
     def _start_next(self, *, contribute: bool) -> None:
         bucket = self._buckets[self._num_started]
         self._num_started += 1
+        half = gradient_dtype(bucket.parameters[0]) is torch.float16
+        bucket.divided_by = self.average_over if half and self._hook is None else 1
         with torch.no_grad():
             bucket.start(contribute)
 

@@ -145,7 +145,7 @@ class ShardedBucket(LiveBucket):
         share = flat.new_empty(home.share)
         return share, buffer, self._reduce_scatter(share, flat)
 
-    def wait(self, divisor: int) -> None:
+    def wait(self, divisor: float) -> None:
         """Wait for the reduction, if that was not done yet. The division happens in `write_back`."""
         if self._pending is not None:
             assert self._packed_buffer is not None
@@ -153,7 +153,7 @@ class ShardedBucket(LiveBucket):
             self._pool.give(self._packed_buffer)
             self._pending = self._packed_buffer = None
 
-    def reduce_again(self, divisor: int, contribute: bool) -> None:
+    def reduce_again(self, divisor: float, contribute: bool) -> None:
         """After `wait`: add what came on some rank since the start."""
         assert self._share is not None
         late, buffer, pending = self._sent(contribute)
@@ -161,7 +161,7 @@ class ShardedBucket(LiveBucket):
         self._pool.give(buffer)
         self._share.add_(late)
 
-    def write_back(self, had_gradient: Sequence[bool], divisor: int) -> None:
+    def write_back(self, had_gradient: Sequence[bool], divisor: float) -> None:
         """Give the pieces of parameters that had a gradient on some rank theirs; the others keep what they have."""
         assert self._share is not None
         if divisor != 1:

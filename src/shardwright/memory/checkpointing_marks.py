@@ -104,12 +104,13 @@ def targets(
     straddling: list[Straddling] = []
     seen: set[int] = set()
 
-    def visit(name: str, module: nn.Module, mark: Mark | None) -> None:
+    def visit(name: str, module: nn.Module, above: Mark | None) -> None:
+        """above: the mark of a list of layers around it, of which it is one."""
         if id(module) in seen:
             return
         seen.add(id(module))
-        mark = mark_of(module) or mark
-        if mark is not None and isinstance(module, nn.Sequential):
+        mark = above or mark_of(module)
+        if above is None and mark is not None and isinstance(module, nn.Sequential):
             found.extend(_of_sequential(name, module, mark, stages_of, straddling, visit))
             return
         if mark is not None and type(module).forward is not nn.Module.forward:
@@ -119,7 +120,7 @@ def targets(
                 return
             straddling.append(Straddling(name, type(module).__name__, stages))
             mark = None
-        for key, child in module.named_children():  # a list of layers: each of them
+        for key, child in module.named_children():
             visit(f"{name}.{key}" if name else key, child, mark)
 
     visit("", root, None)

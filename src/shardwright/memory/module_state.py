@@ -28,23 +28,26 @@ class StateBefore:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tables = _tables(modules)
-        self._entries = [{key: _Entry(value, key in _WRITTEN_UNSEEN) for key, value in _own(table)} for table in self._tables]
+        self._before = [(table, table.copy(), _copies(table)) for table in _tables(modules)]
         self._changed: list[tuple[Table, dict[str, Any]]] = []
 
     def settle(self) -> None:
         """Find out what the call changed."""
-        for table, entries in zip(self._tables, self._entries, strict=True):
-            changed = {key: entry.before for key, entry in entries.items() if entry.changed(table.get(key, _ABSENT))}
-            changed.update((key, _ABSENT) for key, _ in _own(table) if key not in entries)
+        for table, before, copies in self._before:
+            changed = {k: v for k, v in before.items() if k not in _TORCHS_OWN and table.get(k, _ABSENT) is not v}
+            changed.update((key, _ABSENT) for key in table.keys() - before.keys())
+            for key, (copy, version) in copies.items():
+                if key in _WRITTEN_UNSEEN or _is_changed(before[key], copy, version):
+                    changed[key] = copy
             if changed:
                 self._changed.append((table, changed))
-        self._entries = []
+        self._before = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """While open, everything is as it was before the call; afterwards as it is now, whatever happens meanwhile."""
-        now = [(table, dict(table)) for table in self._tables]
+        tables = {id(table): table for table, _ in self._changed}.values()
+        now = [(table, table.copy()) for table in tables]
         containers = [(v, v.copy()) for _, table in now for v in table.values() if isinstance(v, _CONTAINERS)]
         for table, changed in self._changed:
             for key, value in changed.items():
@@ -56,37 +59,12 @@ class StateBefore:
             yield
         finally:
             for table, before in now:
-                if table.keys() != before.keys() or any(table[key] is not value for key, value in before.items()):
-                    table.clear()
-                    table.update(before)
+                table.clear()
+                table.update(before)
             for container, copy in containers:
                 if not _same(container, copy):
                     container.clear()
                     (container.extend if isinstance(container, list) else container.update)(copy)
-
-
-class _Entry:
-    """One attribute or buffer, and what it takes to bring it back."""
-
-    __slots__ = ("_unseen", "_value", "_version", "before")
-
-    def __init__(self, value: Any, unseen: bool) -> None:
-        self._value = value
-        self._unseen = unseen
-        self._version = value._version if _has_version(value) else 0
-        with torch.no_grad():
-            self.before = _copy(value)
-
-    def changed(self, now: Any) -> bool:
-        value = self._value
-        if isinstance(value, _CONTAINERS) and now is value:
-            return not _same(value, self.before)
-        written = _has_version(value) and (self._unseen or value._version != self._version)
-        if written:
-            self.before.requires_grad_(value.requires_grad)
-        elif now is not value:
-            self.before = value  # another object took its place
-        return now is not value or written
 
 
 def _tables(modules: Sequence[nn.Module]) -> list[Table]:
@@ -95,19 +73,28 @@ def _tables(modules: Sequence[nn.Module]) -> list[Table]:
     return [table for m in found.values() for table in ((vars(m), m._buffers) if m._buffers else (vars(m),))]
 
 
-def _own(table: Table) -> list[tuple[str, Any]]:
-    """Entries that a forward may change."""
-    return [(key, value) for key, value in table.items() if key not in _TORCHS_OWN]
+def _copies(table: Table) -> dict[str, tuple[Any, int]]:
+    """Copies of what a call may change in place, and versions of the tensors."""
+    found: dict[str, tuple[Any, int]] = {}
+    with torch.no_grad():
+        for key, value in table.items():
+            if key in _TORCHS_OWN:
+                continue
+            if isinstance(value, _CONTAINERS):
+                found[key] = value.copy(), 0
+            elif type(value) is Tensor and not value.is_inference():
+                found[key] = value.clone().requires_grad_(value.requires_grad), value._version
+    return found
+
+
+def _is_changed(value: Any, copy: Any, version: int) -> bool:
+    return not _same(value, copy) if isinstance(value, _CONTAINERS) else value._version != version
 
 
 def _copy(value: Any) -> Any:
     if type(value) is Tensor:
         return value.clone()
     return value.copy() if isinstance(value, _CONTAINERS) else value
-
-
-def _has_version(value: Any) -> bool:
-    return type(value) is Tensor and not value.is_inference()
 
 
 def _same(value: Any, copy: Any) -> bool:

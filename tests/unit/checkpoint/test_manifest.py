@@ -26,6 +26,17 @@ def example() -> Manifest:
             Slice("optimizer_0_1.pt", ("state", 0, "exp_avg"), (2, 0), (2, 3)),
         ),
     )
+    pieces = Entry(
+        "optimizer",
+        "c.weight",
+        "exp_avg",
+        (4, 3),
+        "float32",
+        (
+            Slice("optimizer_0_0_0.pt", ("state", 2, "exp_avg"), (0, 0), (4, 3), (0, 5)),
+            Slice("optimizer_0_0_1.pt", ("state", 2, "exp_avg"), (0, 0), (4, 3), (5, 12), (1, 4)),
+        ),
+    )
     return Manifest(
         tag="step_4",
         save_id="abc",
@@ -33,7 +44,7 @@ def example() -> Manifest:
         layout=Layout(2, 2, 1, "spread"),
         versions={"shardwright": "0.1.0", "torch": "2.13.0"},
         files={"model_0_0.pt": FileRecord(100, "ff", "model", 0), "rng_1.pt": FileRecord(7, "ee", "rng", 1)},
-        entries=(whole, sliced),
+        entries=(whole, sliced, pieces),
         partition={"stage_of": {"": 0, "a": 1}, "cost": 0.25},
         ties=(("a.weight", "b.weight"),),
         param_groups=(("a.weight",), ("b.weight",)),
@@ -49,6 +60,8 @@ def test_a_whole_slice_is_stored_short() -> None:
     entries = json.loads(example().to_bytes())["entries"]
     assert entries[0]["slices"] == [["model_0_0.pt", ["a.weight"]]]
     assert entries[1]["slices"][1] == ["optimizer_0_1.pt", ["state", 0, "exp_avg"], [2, 0], [2, 3]]
+    assert entries[2]["slices"][0] == ["optimizer_0_0_0.pt", ["state", 2, "exp_avg"], [0, 0], [4, 3], [0, 5]]
+    assert entries[2]["slices"][1][4] == [5, 12, [1, 4]]
 
 
 def test_every_cut_and_every_flipped_byte_is_noticed() -> None:

@@ -50,6 +50,21 @@ def test_optimizer_entries_slice_like_the_parameter_or_stand_alone() -> None:
     assert found["prev/0"].slices[0].key == ("state", 0, "prev", 0)
 
 
+def test_optimizer_entries_of_pieces_say_which_elements_they_are() -> None:
+    table = [TensorRow("w", (4, 3), "float32", (2, 0), (2, 3)), TensorRow("e", (5,), "float32", (0,), (5,))]
+    values = {
+        0: {"step": torch.tensor([3.0, 4.0]), "exp_avg": torch.zeros(2)},
+        1: {"exp_avg": torch.zeros(0), "step": torch.tensor(3.0)},
+    }
+    spans = {"w": [4, 6, 6], "e": [5, 5, 5]}
+    found = {(e.name, e.state): e for e in state.optimizer_entries("optimizer", "o.pt", values, ["w", "e"], table, spans)}
+    assert found["w", "exp_avg"].shape == (4, 3)
+    assert found["w", "exp_avg"].slices[0].span == (4, 6)
+    assert found["w", "exp_avg"].slices[0].shape == (2, 3)
+    assert found["w", "step"].slices[0].span is None
+    assert ("e", "exp_avg") not in found
+
+
 def two_groups(names: list[list[str]], *, without_state: str | None = None) -> dict[str, Any]:
     flat = [name for group in names for name in group]
     starts = [0, len(names[0])]

@@ -44,6 +44,7 @@ from shardwright.engine.queries import (
     set_partition,
 )
 from shardwright.engine.recomputation import set_activation_checkpointing
+from shardwright.engine.signals import save_on_signal
 from shardwright.memory.delayed_init import delay_param_initialization
 from shardwright.partition.manual import partition
 from shardwright.partition.trace import is_tracing
@@ -187,7 +188,6 @@ __all__ = [
 ]
 
 register_parameter = _not_built.function("register_parameter")
-save_on_signal = _not_built.function("save_on_signal")
 
 # The original's documents spell this one in three ways.
 delayed_param_initialization = delay_param_initialization

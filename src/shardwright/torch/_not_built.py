@@ -19,7 +19,6 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
         "sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint",
         "sharded_data_parallel_checkpoint.get_param_shapes",
     ),
-    "saving when the scheduler sends a signal is missing": ("save_on_signal",),
     "dumping and comparing models for debugging is missing": (
         "debugging.dump_model",
         "debugging.verify",

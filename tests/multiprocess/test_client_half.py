@@ -14,7 +14,7 @@ import engine_ranks as ranks
 import half_reference
 import shardwright.torch as smp
 from client_optimizers import ClientFP16Optimizer
-from engine_ranks import TWO_STAGES
+from engine_ranks import TWO_REPLICAS, TWO_STAGES
 from half_reference import adam, batches, chain
 from harness import RankPool
 
@@ -104,6 +104,44 @@ def trained(half: str) -> tuple[dict[str, Any], float]:
     again = model.state_dict()
     assert all(torch.equal(again[n], wanted[n]) for n in wanted)
     return wanted, scale
+
+
+def agree_world(found: bool) -> bool:
+    flag = torch.tensor([int(found)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def with_pieces(lamb: bool) -> dict[str, Any]:
+    """Replicas; with sharded state the masters are those of pieces."""
+    model = smp.DistributedModel(chain().half())
+    make = functools.partial(smp.optimizers.FusedLAMB, lr=0.05, max_grad_norm=0.01) if lamb else None
+    inner = adam(model.named_parameters()) if make is None else make(model.parameters())
+    optimizer = smp.DistributedOptimizer(ClientFP16Optimizer(inner, model, 2.0**6, agree_world))
+    model.register_post_step_hook(lambda model, optimizer: optimizer.init_master_params())
+    for step in range(STEPS):
+        body(model, optimizer, ranks.data(step))
+        grads = [h.grad for group in optimizer.fp16_groups for h in group if h.grad is not None and h.numel()]
+        if step == POISONED and smp.rank() == 1:
+            grads[0].view(-1)[0] = float("inf")
+        optimizer.update_master_grads()
+        assert optimizer.overflow == (step == POISONED)
+        optimizer.step()
+        optimizer.zero_grad(set_grads_to_None=True)
+    masters = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
+    state = optimizer.state_dict()
+    return {"weights": dict(model.state_dict()), "state": state, "masters": masters}
+
+
+@pytest.mark.parametrize("lamb", [False, True])
+def test_a_client_s_class_with_sharded_state(pool2: RankPool, lamb: bool) -> None:
+    """Replicas stay equal, and equal to those without sharding; the whole state is whole."""
+    plain = pool2.run(with_pieces, lamb, config={**TWO_REPLICAS, "fp16_params": True})
+    sharded = pool2.run(with_pieces, lamb, config={**TWO_REPLICAS, "fp16_params": True, "shard_optimizer_state": True})
+    assert sum(r["masters"] for r in sharded) == plain[0]["masters"]
+    for one, other in zip(plain, sharded, strict=True):
+        assert ranks.same(one["weights"], other["weights"])
+        assert ranks.same(one["state"]["state"], other["state"]["state"])
 
 
 @pytest.mark.parametrize("half", ["before", "after"])

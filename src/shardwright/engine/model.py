@@ -230,6 +230,7 @@ class DistributedModel(PartAccessors, ModuleManners):
                 text = make_plan(part.module, args, kwargs, config=config, pp=part.num_stages).to_json()
             part.plan = PartitionPlan.from_json(objects.broadcast_object(text, "world"))
         self._recomputation.check()
+        delayed_init.settle_others(part.module)
         part.remember_names()
         table = placement.place(part.module, part.plan, pipeline.runtime)
         if any(len(entry.stages) > 1 for entry in table):

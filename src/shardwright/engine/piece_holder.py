@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from shardwright.data_parallel import sync
 from shardwright.data_parallel.optimizer_state import Piece
 from shardwright.engine import piece_state
 from shardwright.engine.model import DistributedModel
-from shardwright.engine.optimizer_state import StateDict
+from shardwright.engine.optimizer_state import GroupNames, StateDict
 from shardwright.errors import UsageError
 from shardwright.topology import context
 from shardwright.transport import objects
@@ -35,6 +35,7 @@ class PieceHolder:
     def _begin_holding(self) -> None:
         self._sw_pieces: dict[int, Piece] = {}
         self._sw_waiting: list[StateDict] = []
+        self._sw_swapped: dict[int, tuple[Tensor, Tensor]] = {}
         self._sw_loaded: tuple[bool, StateDict] | None = None
         self.redefined_params = False
 
@@ -43,6 +44,7 @@ class PieceHolder:
         def _take_over(self, content: StateDict) -> None: ...
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
         def _in_torch_form(self) -> Any: ...
+        def _group_names(self) -> GroupNames: ...
 
     def _hold_pieces(self) -> None:
         """Put this rank's pieces in the place of the parameters that are shared with other ranks.
@@ -69,12 +71,25 @@ class PieceHolder:
             self._take_over({**content, "param_groups": groups})
 
     def _held_pieces(self) -> list[Piece | None]:
-        """For each parameter of all groups the piece that stands for it."""
-        return [self._sw_pieces.get(id(self._sw_real(p))) for group in self.param_groups for p in group["params"]]
+        """For each place in all groups the piece that belongs there: a script may have put another object in its place."""
+        pieces = {piece.name: piece for piece in self._sw_pieces.values()}
+        return [pieces.get(name) for names in self._group_names() for name in names]
 
     def _sw_real(self, held: Tensor) -> Tensor:
         """The model's parameter, or the piece of one, that a tensor of the groups stands for."""
-        return held
+        if id(held) in self._sw_names:
+            return held
+        if id(held) not in self._sw_swapped:
+            self._sw_swapped = {id(p): (p, real) for p, real in self._by_place()}
+        return self._sw_swapped.get(id(held), (held, held))[1]
+
+    def _by_place(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the groups hold, and what belongs there."""
+        parameters = dict(self._sw_model._part.parameters())
+        names = [name for group in self._group_names() for name in group]
+        held = [p for group in self.param_groups for p in group["params"]]
+        for tensor, name, piece in zip(held, names, self._held_pieces(), strict=True):
+            yield tensor, parameters.get(name, tensor) if piece is None else piece.tensor
 
     def _sw_groups_settled(self) -> None:
         """The groups hold what this rank updates: parameters, or pieces of them."""

@@ -11,6 +11,7 @@ Source of the idea: deferred initialisation in torchdistx (2022).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,9 @@ _set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 tape = Tape()
 _depth = 0
+# Parameters that were registered inside, and what they remember: their version when the context ended.
+_registered: list[weakref.ref[Tensor]] = []
+_NOTED = "_shardwright_noted_version"
 
 
 @contextmanager
@@ -77,7 +81,8 @@ def has_delayed(model: nn.Module) -> bool:
 def settle_others(model: nn.Module) -> None:
     """Make buffers and other tensors of modules real, where they aren't.
 
-    Called by: the wrap. Raises: UsageError naming a parameter without storage of which nothing is known.
+    Called by: the wrap. Raises: UsageError naming a parameter without storage of which nothing is known, or that was
+    changed in place outside of the context, where nobody noted how.
     """
     for name, module in model.named_modules():
         for table in (module._buffers, vars(module)):
@@ -85,11 +90,22 @@ def settle_others(model: nn.Module) -> None:
                 if isinstance(value, Tensor) and tape.knows(value):
                     table[key] = tape.value(value)
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and not tape.knows(parameter):
-                raise UsageError(
-                    f"parameter '{f'{name}.{key}' if name else key}' is on the meta device, and nothing says what its values are",
-                    remedy="build the model inside smp.delay_param_initialization(), or load its weights before the wrap",
-                )
+            if parameter is not None and parameter.is_meta:
+                _check(f"{name}.{key}" if name else key, parameter)
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    """Raise UsageError if the tape doesn't know all about a parameter."""
+    if not tape.knows(parameter):
+        raise UsageError(
+            f"parameter '{name}' is on the meta device, and nothing says what its values are",
+            remedy="build the model inside smp.delay_param_initialization(), or load its weights before the wrap",
+        )
+    if vars(parameter).get(_NOTED, parameter._version) != parameter._version:
+        raise UsageError(
+            f"parameter '{name}' was changed outside of smp.delay_param_initialization(), where it has no values",
+            remedy="initialise inside the context",
+        )
 
 
 def value_of(parameter: Tensor) -> Tensor:
@@ -102,12 +118,14 @@ def fill(parameter: Tensor, value: Tensor) -> None:
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)
     # What `torch.utils.swap_tensors` does, but attributes stay, and so do weak references (an LSTM has some).
     torch._C._swap_tensor_impl(parameter, made)
+    parameter.__dict__.pop(_NOTED, None)
 
 
 def forget() -> None:
     """The wrapped model's parameters are filled: drop what was noted."""
     global tape
     tape = Tape()
+    _registered.clear()
 
 
 @contextmanager
@@ -117,7 +135,10 @@ def _recording() -> Iterator[None]:
         yield
         return
     _depth += 1
-    handle = torch_module.register_module_buffer_registration_hook(_real_buffer)
+    handles = [
+        torch_module.register_module_buffer_registration_hook(_real_buffer),
+        torch_module.register_module_parameter_registration_hook(_remember),
+    ]
     truncated = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = _as_one_call(truncated)
     try:
@@ -125,7 +146,12 @@ def _recording() -> Iterator[None]:
             yield
     finally:
         _depth -= 1
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+        for reference in _registered:
+            parameter = reference()
+            if parameter is not None and parameter.is_meta:
+                parameter.__dict__[_NOTED] = parameter._version
         nn.init._no_grad_trunc_normal_ = truncated
 
 
@@ -143,6 +169,11 @@ def _as_one_call(function: Any) -> Any:
 
 def _real_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
     return tape.value(buffer) if isinstance(buffer, Tensor) and tape.knows(buffer) else None
+
+
+def _remember(module: nn.Module, name: str, parameter: Any) -> None:
+    if isinstance(parameter, Tensor) and tape.knows(parameter):
+        _registered.append(weakref.ref(parameter))
 
 
 class _Recorder(TorchFunctionMode):

@@ -28,7 +28,8 @@ class StateBefore:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._before = [(table, table.copy(), _copies(table)) for table in _tables(modules)]
+        with torch.no_grad():
+            self._before = [(table, table.copy(), _copies(table)) for table in _tables(modules)]
         self._changed: list[tuple[Table, dict[str, Any]]] = []
 
     def settle(self) -> None:
@@ -76,14 +77,13 @@ def _tables(modules: Sequence[nn.Module]) -> list[Table]:
 def _copies(table: Table) -> dict[str, tuple[Any, int]]:
     """Copies of what a call may change in place, and versions of the tensors."""
     found: dict[str, tuple[Any, int]] = {}
-    with torch.no_grad():
-        for key, value in table.items():
-            if key in _TORCHS_OWN:
-                continue
-            if isinstance(value, _CONTAINERS):
-                found[key] = value.copy(), 0
-            elif type(value) is Tensor and not value.is_inference():
-                found[key] = value.clone().requires_grad_(value.requires_grad), value._version
+    for key, value in table.items():
+        if key in _TORCHS_OWN:
+            continue
+        if isinstance(value, _CONTAINERS):
+            found[key] = value.copy(), 0
+        elif type(value) is Tensor and not value.is_inference():
+            found[key] = value.clone().requires_grad_(value.requires_grad), value._version
     return found
 
 

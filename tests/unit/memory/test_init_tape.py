@@ -165,6 +165,15 @@ def test_errors_are_the_codes_own() -> None:
             weight.data.copy_(torch.ones(3, 5))
 
 
+def test_what_nobody_noted_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), built(0))
+    delayed_init.settle_others(model)
+    with torch.no_grad():
+        model[1].embedding.weight[0].fill_(1)
+    with pytest.raises(UsageError, match=r"'1\.embedding\.weight' was changed outside"):
+        delayed_init.settle_others(model)
+
+
 def test_further_work_is_noted() -> None:
     with delay_param_initialization():
         layer = nn.Linear(2, 3)

@@ -144,6 +144,32 @@ def test_a_state_dict_that_the_script_wrote(pool2: RankPool, tmp_path: Path) -> 
     check_weights(pool2, (2, 1, 1), tmp_path, "fullmodel.pt")
 
 
+def fine_tune_delayed(path: str) -> tuple[dict[str, Tensor], int]:
+    """Rank 0 writes the weights; all ranks build the model without any, and resume. Also the largest part that was real."""
+    if smp.rank() == 0:
+        torch.save(models.make("gpt2").model.state_dict(), f"{path}/fullmodel.pt")
+    with smp.delay_param_initialization():
+        made = models.make("gpt2", seed=1)
+    assert all(p.is_meta for p in made.model.parameters())
+    model = smp.DistributedModel(made.model)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    smp.resume_from_checkpoint(path, "fullmodel.pt", partial=False)
+    train(made, model, optimizer, 0, 1)
+    held = sum(p.numel() for p in model.local_parameters())
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, held
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 2)], ids=layout_name)
+def test_fine_tuning_without_a_whole_model_on_any_rank(pool2: RankPool, tmp_path: Path, layout: Layout) -> None:
+    want = models.make("gpt2").model.state_dict()
+    whole = sum(p.numel() for p in models.make("gpt2").model.parameters())
+    results = pool2.run(fine_tune_delayed, str(tmp_path), config=config(layout))
+    for got, held in results:
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+        assert held <= whole
+    assert sum(held for _, held in results) == whole * layout[2]
+
+
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
 def test_what_transformers_saves_stands_for_its_old_name(
     pool2: RankPool, tmp_path: Path, max_shard_size: str

@@ -12,7 +12,18 @@ from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint import choice, folder, full, integrity, layout, random_state, reshard, safe_loading, state
+from shardwright.checkpoint import (
+    background,
+    choice,
+    folder,
+    full,
+    integrity,
+    layout,
+    random_state,
+    reshard,
+    safe_loading,
+    state,
+)
 from shardwright.checkpoint.choice import Choice
 from shardwright.checkpoint.collective import absolute, agree, collect, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.layout import StateRole
@@ -120,6 +131,7 @@ def resume_from_checkpoint(
             f"{_CALL} before the model is wrapped",
             remedy="call it after smp.DistributedModel and smp.DistributedOptimizer",
         )
+    background.finish()
     root = folder.local_root(where)
     if not partial:
         return full.resume(

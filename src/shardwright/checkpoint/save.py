@@ -15,15 +15,16 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial as partial_of
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import shardwright
-from shardwright.checkpoint import full, layout, random_state, retention, safe_loading, state
+from shardwright.checkpoint import background, full, layout, random_state, retention, safe_loading, state
 from shardwright.checkpoint.collective import (
     absolute,
     agree,
@@ -35,9 +36,9 @@ from shardwright.checkpoint.collective import (
 from shardwright.checkpoint.folder import local_root, prune
 from shardwright.checkpoint.layout import Layout, Role, StateRole
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, merge_entries
-from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
+from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer, TensorRow
 from shardwright.checkpoint.storage import local
-from shardwright.errors import CheckpointError, UsageError
+from shardwright.errors import CheckpointError, NotBuiltError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology import rng
 from shardwright.topology.context import world
@@ -54,6 +55,28 @@ class _Written:
     entries: list[Entry]
 
 
+class _Part(NamedTuple):
+    """One file of this rank, before it is written.
+
+    make: its content, tensors on the CPU; made when it is written, so that one file's is held at a time.
+    describe: the manifest's entries for that content.
+    """
+
+    name: str
+    role: Role
+    make: Callable[[], Any]
+    describe: Callable[[Any], list[Entry]] = lambda _: []
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What a manifest says besides files and entries."""
+
+    partition: dict[str, Any] | None
+    ties: tuple[tuple[str, ...], ...]
+    param_groups: tuple[tuple[str, ...], ...]
+
+
 def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str | int,
@@ -64,18 +87,22 @@ def save_checkpoint(
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
     *,
+    blocking: bool = True,
     trust: bool | None = None,
 ) -> None:
     """Save the training state as `path/{tag}_partial`, or the whole model as `path/{tag}` (see `full`), and make it the
     one to resume from.
 
     Called by: every rank of the world, with the same path and tag, outside a step.
-    Collectives: four small ones over the world; returns when all ranks have finished.
+    Collectives: five small ones over the world; returns when all ranks have finished.
     path: a folder that all ranks share; created if needed.   tag: a plain name; an existing checkpoint of
     that tag is replaced in one step.   model, optimizer: the wrappers; None leaves their files out.
     user_content: what resume gives back, taken from rank 0: plain values, collections, tensors, numpy (see
     `safe_loading`).   num_kept_partial_checkpoints: delete the oldest until so many are left; None: keep all.
     translate_if_full: give a full checkpoint the names that the model had before modules were replaced.
+    blocking: False returns as soon as the values are copied aside, and writes while training goes on; partial
+        checkpoints only. The next save or resume waits for it, and raises what it failed with; so does the end of the
+        process, which logs that.
     trust: also accept user content that safe loading refuses.
     Also saved, for every rank: the state of its random generators.
     Raises: the same error on every rank: CheckpointError if ranks disagree, the disk refuses, or content
@@ -92,10 +119,17 @@ def save_checkpoint(
             "num_kept_partial_checkpoints": num_kept_partial_checkpoints,
             "has model": model is not None,
             "has optimizer": optimizer is not None,
+            "blocking": blocking,
             "trust": safe_loading.trusted(trust),
         },
     )
+    background.finish()
     root = local_root(where)
+    if not partial and not blocking:
+        raise NotBuiltError(
+            "a full checkpoint can't be written in the background yet",
+            remedy="save a partial one with blocking=False, or this one with blocking=True",
+        )
     if not partial:
         name = layout.check_tag(tag)
         trusted = safe_loading.trusted(trust)
@@ -104,7 +138,7 @@ def save_checkpoint(
     folder = layout.partial_folder(tag)
     retention.check_count(num_kept_partial_checkpoints)
     save = _Save(root, folder, model, optimizer, safe_loading.trusted(trust))
-    save.run(user_content, num_kept_partial_checkpoints)
+    save.run(user_content, num_kept_partial_checkpoints, blocking=blocking)
 
 
 class _Save:
@@ -123,29 +157,68 @@ class _Save:
         self.model = model
         self.optimizer = optimizer
         self.trust = trust
+        self.here = world()
         self.layout: Layout = present_layout()
         self.call = f"{_CALL} of {folder!r}"
         self.files: dict[str, FileRecord] = {}
 
-    def run(self, user_content: Any, keep: int | None) -> None:
+    def run(self, user_content: Any, keep: int | None, *, blocking: bool) -> None:
         started = time.monotonic()
         run_everywhere(self.call, self._check_ready)
         save_id = run_on_rank_zero(self.call, lambda: self._prepare(user_content))
         temporary = self.root / layout.saving_folder(self.folder, save_id)
         try:
-            written = collect(self.call, lambda: self._write_own_files(temporary))
-            size_bytes = run_on_rank_zero(self.call, lambda: self._commit(temporary, save_id, written, keep))
+            parts = run_everywhere(self.call, lambda: self._own_parts(temporary))
+            described = self._described()
+            if not blocking:
+                aside = run_everywhere(self.call, lambda: [_set_aside(part) for part in parts])
+                background.start(
+                    self.call, lambda: self._in_background(aside, temporary, save_id, described, keep, started)
+                )
+                return
+            written = collect(self.call, lambda: self._write_all(parts, temporary))
+            size_bytes = run_on_rank_zero(
+                self.call, lambda: self._commit(temporary, save_id, written, described, keep)
+            )
         except BaseException:
             if world().rank == 0:
                 local.discard(temporary)
             raise
         if rank_zero():
-            _log.info(
-                "saved %s: %.1f MB in %.1f s",
-                self.root / self.folder,
-                size_bytes / 1e6,
-                time.monotonic() - started,
-            )
+            self._log_end(size_bytes, started)
+
+    def _log_end(self, size_bytes: int, started: float) -> None:
+        duration = time.monotonic() - started
+        _log.info("saved %s: %.1f MB in %.1f s", self.root / self.folder, size_bytes / 1e6, duration)
+
+    def _in_background(
+        self,
+        parts: Sequence[_Part],
+        temporary: Path,
+        save_id: str,
+        described: _Described,
+        keep: int | None,
+        started: float,
+    ) -> None:
+        """The rest of a save, on a thread of this rank."""
+        try:
+            written = self._write_all(parts, temporary)
+        except Exception as error:
+            background.tell(temporary, self.here.rank, CheckpointError(f"{type(error).__name__}: {error}"))
+            if self.here.rank == 0:
+                local.discard(temporary)
+            raise
+        background.tell(temporary, self.here.rank, written)
+        if self.here.rank > 0:
+            return
+        try:
+            everything = background.gather(temporary, self.here)
+            size_bytes = self._commit(temporary, save_id, everything, described, keep)
+        except BaseException:
+            local.discard(temporary)
+            raise
+        if rank_zero():
+            self._log_end(size_bytes, started)
 
     def _check_ready(self) -> None:
         if self.model is not None and not self.model.partitioned:
@@ -169,51 +242,62 @@ class _Save:
             raise
         return save_id
 
-    def _write_own_files(self, temporary: Path) -> _Written:
-        here = world()
+    def _own_parts(self, temporary: Path) -> list[_Part]:
+        """What this rank writes; tensors are the live ones."""
         if not temporary.is_dir():
             raise CheckpointError(
                 f"this rank (host {platform.node()}) doesn't see the folder that rank 0 made, {temporary}",
                 remedy="save into a folder on a file system that all ranks share",
             )
-        entries: list[Entry] = []
-        table = self.model.tensor_table() if self.model is not None else ()
-        name = self._own_file("model")
-        if self.model is not None and name is not None:
-            content = state.compact(self.model.local_state_dict())
-            self._write(temporary, name, "model", content)
-            entries += state.model_entries(name, content, table)
-        name = self._own_file("optimizer")
-        if self.optimizer is not None and name is not None:
-            names = [name for group in self.optimizer.group_names() for name in group]
-            content = state.compact(self.optimizer.local_state_dict(gather_if_shard=False))
-            content[state.PARAM_NAMES] = names
-            self._write(temporary, name, "optimizer", content)
-            entries += state.optimizer_entries(
-                "optimizer", name, content["state"], names, table, content.get(state.SPANS)
-            )
-        half = None if self.optimizer is None else self.optimizer.half_precision_state()
-        name = self._own_file("fp16_states")
-        if self.optimizer is not None and half is not None and name is not None:
-            names = [name for group in self.optimizer.group_names() for name in group]
-            content = {**state.compact(half), state.PARAM_NAMES: names}
-            self._write(temporary, name, "fp16_states", content)
-            entries += state.optimizer_entries(
-                "fp16_states", name, content["state"], names, table, content.get(state.SPANS)
-            )
-        position = self.model.random_position() if self.model is not None else {}
-        self._write(temporary, layout.rng_file(here.rank), "rng", random_state.pack(rng.capture(), position))
-        if here.rank == 0 and (record := self._partition()) is not None:
+        parts: list[_Part] = []
+        model, optimizer = self.model, self.optimizer
+        table = model.tensor_table() if model is not None else ()
+        if model is not None and (name := self._own_file("model")) is not None:
+            describe = partial_of(state.model_entries, name, table=table)
+            parts.append(_Part(name, "model", lambda: state.compact(model.local_state_dict()), describe))
+        if optimizer is not None:
+            names = [name for group in optimizer.group_names() for name in group]
+            sources: dict[StateRole, Callable[[], Any]] = {
+                "optimizer": lambda: optimizer.local_state_dict(gather_if_shard=False)
+            }
+            if optimizer.half_precision_state() is not None:
+                sources["fp16_states"] = optimizer.half_precision_state
+            for role, source in sources.items():
+                if (name := self._own_file(role)) is not None:
+                    make = partial_of(_with_names, source, names)
+                    parts.append(_Part(name, role, make, partial_of(_optimizer_entries, role, name, table)))
+        position = model.random_position() if model is not None else {}
+        captured = random_state.pack(rng.capture(), position)
+        parts.append(_Part(layout.rng_file(self.here.rank), "rng", lambda: captured))
+        if self.here.rank == 0 and (record := self._partition()) is not None:
             old_form = {
                 "partition": record.get("stage_of"),
                 "pp_size": self.layout.pp,
                 "tp_size": self.layout.tp,
                 "version": shardwright.__version__,
             }
-            self._write(temporary, layout.PARTITION_INFO, "partition_info", old_form)
+            parts.append(_Part(layout.PARTITION_INFO, "partition_info", lambda: old_form))
+        return parts
+
+    def _write_all(self, parts: Sequence[_Part], temporary: Path) -> _Written:
+        entries: list[Entry] = []
+        for part in parts:
+            content = part.make()
+            self._write(temporary, part.name, part.role, content)
+            entries += part.describe(content)
         return _Written(self.files, entries)
 
-    def _commit(self, temporary: Path, save_id: str, written: Sequence[_Written], keep: int | None) -> int:
+    def _described(self) -> _Described:
+        """What the manifest says of the model and the optimizer as they are now."""
+        return _Described(
+            self._partition(),
+            () if self.model is None else _tuples(self.model.tied_names()),
+            () if self.optimizer is None else _tuples(self.optimizer.full_group_names()),
+        )
+
+    def _commit(
+        self, temporary: Path, save_id: str, written: Sequence[_Written], described: _Described, keep: int | None
+    ) -> int:
         """Rank 0: write the manifest, give the folder its name, move `newest`, delete what is too old."""
         files = {name: record for rank in written for name, record in rank.files.items()}
         manifest = Manifest(
@@ -228,9 +312,9 @@ class _Save:
             },
             files=dict(sorted(files.items())),
             entries=merge_entries(rank.entries for rank in written),
-            partition=self._partition(),
-            ties=() if self.model is None else _tuples(self.model.tied_names()),
-            param_groups=() if self.optimizer is None else _tuples(self.optimizer.full_group_names()),
+            partition=described.partition,
+            ties=described.ties,
+            param_groups=described.param_groups,
         )
         data = manifest.to_bytes()
         local.write_durably(temporary / layout.MANIFEST, data)
@@ -242,7 +326,7 @@ class _Save:
 
     def _own_file(self, role: StateRole) -> str | None:
         """Return the name of the state file that this rank writes; None on a replica."""
-        at, sharded = world().coordinates, self.layout.shard_optimizer_state
+        at, sharded = self.here.coordinates, self.layout.shard_optimizer_state
         if not layout.writes_state(role, rdp=at.rdp, shard_optimizer_state=sharded):
             return None
         return layout.state_file(role, pp=at.pp, tp=at.tp, rdp=at.rdp, shard_optimizer_state=sharded)
@@ -253,7 +337,22 @@ class _Save:
 
     def _write(self, temporary: Path, name: str, role: Role, content: Any) -> None:
         size_bytes, digest = safe_loading.write_file(temporary / name, content, trust=self.trust)
-        self.files[name] = FileRecord(size_bytes, digest, role, writer=world().rank)
+        self.files[name] = FileRecord(size_bytes, digest, role, writer=self.here.rank)
+
+
+def _with_names(source: Callable[[], Any], names: Sequence[str]) -> dict[str, Any]:
+    return {**state.compact(source()), state.PARAM_NAMES: names}
+
+
+def _optimizer_entries(role: StateRole, name: str, table: Sequence[TensorRow], content: dict[str, Any]) -> list[Entry]:
+    names, spans = content[state.PARAM_NAMES], content.get(state.SPANS)
+    return state.optimizer_entries(role, name, content["state"], names, table, spans)
+
+
+def _set_aside(part: _Part) -> _Part:
+    """The same with its content copied as it is now."""
+    content = background.staging.copy(part.make(), (part.name,))
+    return part._replace(make=lambda: content)
 
 
 def _tuples(names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:

@@ -36,6 +36,7 @@ def save_checkpoint(
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
     *,
+    blocking: bool = True,
     trust: bool | None = None,
 ) -> None:
     """See `shardwright.checkpoint.save.save_checkpoint`: collective over the world.
@@ -51,6 +52,7 @@ def save_checkpoint(
         user_content,
         translate_if_full,
         num_kept_partial_checkpoints,
+        blocking=blocking,
         trust=trust,
     )
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwright.memory import delayed_init
 from shardwright.data_parallel.shards import is_shard
+from shardwright.memory import delayed_init
 from shardwright.partition.plan import PartitionPlan
 from shardwright.pipeline.runtime import Runtime
 from shardwright.pipeline.unit import units_of

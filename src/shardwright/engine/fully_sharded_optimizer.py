@@ -26,7 +26,7 @@ class FullyShardedOptimizer:
     """
 
     _sw_model: DistributedModel
-    _sw_names: dict[int, str]
+    _group_names: Callable[[], Sequence[Sequence[str]]]
     _sw_missing: Sequence[Sequence[tuple[int, Tensor]]] = ()
     param_groups: list[dict[str, Any]]
     _global_grad_norm: float = 0.0
@@ -63,7 +63,7 @@ class FullyShardedOptimizer:
 
     def _sw_parameters(self) -> list[Any]:
         named = dict(self._sw_model._part.parameters())
-        return [named[self._sw_names[id(p)]] for p in self._sw_held()]
+        return [named[name] for group in self._group_names() for name in group]
 
     def _load_local(self, content: dict[str, Any]) -> None:
         super()._load_local(content)  # type: ignore[misc]

@@ -13,7 +13,6 @@ from shardwright.integrations.huggingface import output_capture as _output_captu
 from shardwright.integrations.huggingface import plan as _plan
 from shardwright.tensor_parallel import registry as _registry
 from shardwright.torch import (
-    _not_built,
     amp,
     debugging,
     model,

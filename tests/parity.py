@@ -155,11 +155,15 @@ def train(case: Case) -> RankRun:
 
 
 def held_gradients(model: Any) -> dict[str, Tensor | None]:
-    """Copies of the gradients of this rank's parameters. Pieces of sharded state are gathered from their owners."""
+    """Copies of the gradients of this rank's parameters. Pieces of sharded state are gathered from their owners, shards
+    of sharded parameters from their group."""
     import shardwright.torch as smp
+    from shardwright.data_parallel import shards
     from shardwright.engine import piece_state
 
-    found = {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.local_named_parameters()}
+    found = {
+        n: None if p.grad is None else shards.whole(p.grad).detach().clone() for n, p in model.local_named_parameters()
+    }
     if not (smp.state.cfg.shard_optimizer_state and smp.dp_size() > 1):
         return found
     pieces = {n: model._sharding.piece(p) for n, p in model.local_named_parameters()}

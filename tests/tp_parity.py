@@ -43,6 +43,7 @@ class Case:
     tied: str = "colocate"
     placement: str = "cluster"
     options: tuple[tuple[str, Any], ...] = ()
+    sdp: int = 1
     blocks: bool = False
     """Only the blocks are marked, and their class is registered by the script afterwards, as the GPT-2 script does."""
 
@@ -64,6 +65,7 @@ class Case:
             "replicate" if self.tied == "replicate" else "",
             "" if self.placement == "cluster" else self.placement,
             "blocks" if self.blocks else "",
+            f"sdp{self.sdp}" if self.sdp > 1 else "",
             *(name for name, _ in self.options),
         ]
         return "-".join([self.model, layout, *filter(None, extra)])
@@ -81,6 +83,8 @@ class Case:
             "placement_strategy": self.placement,
             "ddp": True,
             "log_level": "warning",
+            "sharded_data_parallel_degree": self.sdp,
+            "sdp_gradient_clipping": 0,
         }
 
 
@@ -205,7 +209,7 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
     for name, parameter in model.local_named_parameters():
         if model.is_copy(parameter):
             continue
-        gradient = torch.zeros_like(parameter) if held[name] is None else held[name]
+        gradient = torch.zeros(parameter.shape) if held[name] is None else held[name]
         mine[name] = distribution.whole(name, gradient.detach().clone())
     found: dict[str, Tensor] = {}
     for part in objects.allgather_object(mine, "pp"):

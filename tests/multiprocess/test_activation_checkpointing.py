@@ -491,20 +491,20 @@ def test_offloading_says_once_where_it_does_nothing(mark: bool, pool2: RankPool)
 # ------------------------------------------------------------------ names (FF-33)
 
 
-def save_marked(folder: str, marked: list[int]) -> dict[str, Any]:
+def save_marked(folder: str, marked: list[int], partial: bool) -> dict[str, Any]:
     import shardwright.torch as smp
 
     model, optimizer, step = _gpt2(smp, marked)
     step(model, models.causal_batch(0, BATCH)), optimizer.step()
-    smp.save_checkpoint(folder, tag="one", model=model, optimizer=optimizer)
+    smp.save_checkpoint(folder, tag="one", partial=partial, model=model, optimizer=optimizer)
     return _next_step(step, model, optimizer)
 
 
-def resume_marked(folder: str, marked: list[int]) -> dict[str, Any]:
+def resume_marked(folder: str, marked: list[int], partial: bool) -> dict[str, Any]:
     import shardwright.torch as smp
 
     model, optimizer, step = _gpt2(smp, marked)
-    smp.resume_from_checkpoint(folder, tag="one")
+    smp.resume_from_checkpoint(folder, tag="one", partial=partial)
     return _next_step(step, model, optimizer)
 
 
@@ -532,12 +532,13 @@ def _next_step(step: Any, model: Any, optimizer: Any) -> dict[str, Any]:
     return {"loss": loss, **state}
 
 
-def test_names_do_not_depend_on_marks(pool2: RankPool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("partial", [True, False])
+def test_names_do_not_depend_on_marks(partial: bool, pool2: RankPool, tmp_path: Any) -> None:
     config = {"pipeline_parallel_degree": 2, "microbatches": 2, "log_level": "warning"}
     for first, then in (([1, 3], []), ([1, 3], [0, 1, 2, 3]), ([], [1, 3])):
         folder = str(tmp_path / f"{first}-{then}")
-        want = pool2.run(save_marked, folder, first, config=config)
-        got = pool2.run(resume_marked, folder, then, config=config)
+        want = pool2.run(save_marked, folder, first, partial, config=config)
+        got = pool2.run(resume_marked, folder, then, partial, config=config)
         for a, b in zip(got, want, strict=True):
             assert a.keys() == b.keys()
             assert [n for n in a if not torch.equal(a[n], b[n])] == []

@@ -3,14 +3,20 @@ weights of the same layout without sharding."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import engine_ranks as ranks
 import parity
+import reference
+import shardwright.torch as smp
 import tp_parity
+from engine_ranks import TWO_BY_TWO, same
 from harness import RankPool
 
 
@@ -66,3 +72,79 @@ def test_tensor_parallelism_and_replicas(request: pytest.FixtureRequest, case: t
     plain = pool.run(tp_parity.train, case, config=case.config(), timeout_s=180)
     for one, other in zip(plain, results, strict=True):
         assert all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
+
+
+# -- state over stages and slices ------------------------------------------------------------------------------------------
+
+
+def slices(name: str, path: str) -> Any:
+    """State after two steps; what a shard, a checkpoint and the whole state make of the next two."""
+    case = tp_parity.Case(name, rdp=2, optimize="memory")
+    made = tp_parity.build(case)
+    model = smp.DistributedModel(made.model)
+    optimizer = smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
+
+    @smp.step
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        loss = made.loss_of(model, batch)
+        model.backward(loss)
+        return loss
+
+    def train(first: int) -> Any:
+        losses = []
+        for number in range(first, first + 2):
+            optimizer.zero_grad()
+            losses.append(step(model, made.make_batch(10 * number + smp.dp_rank(), 8)).stack())
+            optimizer.step()
+        return losses, {n: t.clone() for n, t in model.state_dict().items()}
+
+    _, weights = train(0)
+    own = copy.deepcopy(optimizer.local_state_dict(gather_if_shard=False))
+    gathered, whole = copy.deepcopy((optimizer.local_state_dict(), optimizer.state_dict()))
+    smp.save_checkpoint(path, "two", model=model, optimizer=optimizer)
+    straight = train(2)
+    for content in (own, gathered, whole):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(content)
+        assert same(train(2), straight)
+    smp.resume_from_checkpoint(path)
+    assert same(train(2), straight)
+    return straight, whole
+
+
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.heavy)])
+def test_state_of_slices_in_pieces(pool4: RankPool, tmp_path: Path, name: str) -> None:
+    config = tp_parity.Case(name, rdp=2, optimize="memory").config()
+    plain = pool4.run(slices, name, str(tmp_path / "a"), config=config, timeout_s=180)
+    sharded = pool4.run(
+        slices, name, str(tmp_path / "b"), config={**config, "shard_optimizer_state": True}, timeout_s=180
+    )
+    assert all(same(one, other) for one, other in zip(plain, sharded, strict=True))
+
+
+def loaded_early(content: Any) -> Any:
+    """With stages: a whole state, loaded before the model is partitioned, on one replica only; then the model on the CPU."""
+    model = smp.DistributedModel(ranks.net(3))
+    ranks.cut(model)
+    optimizer = smp.DistributedOptimizer(ranks.adam(model))
+    model.load_state_dict(ranks.reference(2, 2)[0].state_dict())
+    if smp.rdp_rank() == 0:
+        optimizer.load_state_dict(content)
+    losses = ranks.train(model, optimizer, 2, first=2)
+    state, weights = optimizer.state_dict(), dict(model.state_dict())
+    model.cpu()
+    assert same({n: p.detach() for n, p in model.get_module().named_parameters()}, {
+        n: weights[n] for n, _ in model.get_module().named_parameters()
+    })
+    return losses, state
+
+
+def test_whole_state_before_the_partition(pool4: RankPool) -> None:
+    content = ranks.reference(2, 2)[1].state_dict()
+    _, optimizer = ranks.reference(4, 2)
+    results = pool4.run(loaded_early, content, config={**TWO_BY_TWO, "shard_optimizer_state": True})
+    plain = pool4.run(loaded_early, content, config=TWO_BY_TWO)
+    assert all(same(one, other) for one, other in zip(plain, results, strict=True))
+    for _, state in results:
+        for index, values in optimizer.state_dict()["state"].items():
+            torch.testing.assert_close(state["state"][index], values, rtol=1e-4, atol=1e-7)

@@ -19,10 +19,19 @@ from shardwright.errors import ConfigError, NotBuiltError
 
 NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "sharded_data_parallel_degree": "sharded data parallelism: parameters gathered only while used",
     }
 )
 """Keys that are known and checked but whose feature is still missing, with what is missing."""
+
+
+_WITHOUT_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "sdp_param_persistence_threshold": "all tensors of a block are gathered in one message, so keeping small ones whole "
+        "would save none",
+        "sdp_hierarchical_allgather": "the communication library chooses the way inside and between hosts",
+    }
+)
+"""Keys of sharded data parallelism that are accepted, and why nothing follows from them."""
 
 
 def check_keys(config: Config, given: Mapping[str, Value]) -> tuple[Config, tuple[Note, ...]]:
@@ -69,8 +78,15 @@ def _check_degrees(config: Config) -> None:
     if sdp > 1 and config.pipeline_parallel_degree > 1:
         raise ConfigError(
             f"'sharded_data_parallel_degree' is {sdp} and 'pipeline_parallel_degree' is "
-            f"{config.pipeline_parallel_degree}, but sharded data parallelism needs a pipeline degree of 1",
+            f"{config.pipeline_parallel_degree}, but sharded data parallelism needs a pipeline degree of 1: a stage has several "
+            "microbatches in flight, and every one of them would gather its blocks anew",
             remedy="set one of the two to 1",
+        )
+    if sdp > 1 and config._fp32_grad_accumulation:
+        raise ConfigError(
+            f"'sharded_data_parallel_degree' is {sdp} and '_fp32_grad_accumulation' is True, but fully_shard keeps the "
+            "gradients of shards in the dtype of the parameters",
+            remedy="leave out '_fp32_grad_accumulation'",
         )
 
 
@@ -84,6 +100,8 @@ def _notes(config: Config, given: Mapping[str, Value]) -> list[Note]:
         notes.append(
             Note.warning("'offload_activations' helps little when one microbatch is in flight at a time")
         )
+    if config.sharded_data_parallel_degree > 1:
+        notes += [Note.info(f"'{key}' has no effect: {reason}") for key, reason in _WITHOUT_EFFECT.items() if key in given]
     wanted = given.get("active_microbatches")
     if config.pipeline == "simple" and isinstance(wanted, int) and wanted < config.microbatches:
         notes.append(

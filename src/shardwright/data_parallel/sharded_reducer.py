@@ -15,8 +15,7 @@ from shardwright.data_parallel.optimizer_state import FlatBucket, ShardedParamet
 from shardwright.data_parallel.reducer import GradientReducer, ReplicaAxis
 from shardwright.transport import collectives
 
-# So many buckets are in flight before the oldest is waited for: their buffers are all that is held of the gradients.
-_IN_FLIGHT = 1
+Buffers = dict[tuple[torch.dtype, torch.device], Tensor]
 
 
 class ShardedReducer(GradientReducer):
@@ -43,7 +42,7 @@ class ShardedReducer(GradientReducer):
         )
         self.sharded = ShardedParameters(axis)
         self._live: list[ShardedBucket] = []
-        self._pool = SparePool()
+        self._buffers: Buffers = {}
 
     def prepare(self) -> None:
         """Cover parameters that require a gradient and aren't covered yet.
@@ -52,7 +51,14 @@ class ShardedReducer(GradientReducer):
         """
         trained = [(n, p) for n, p in self._named if p.requires_grad]
         for bucket in self.sharded.cover(trained, self._cap_bytes):
-            self._live.append(ShardedBucket(bucket, self._pool, self._reduce_scatter))
+            self._live.append(ShardedBucket(bucket, self._buffers, self._reduce_scatter))
+
+    def abandon(self) -> None:
+        """Forget the step under way, after an error; memory that a reduction may still write to is let go."""
+        self._buffers.clear()
+        for bucket in self._live:
+            bucket.let_go()
+        super().abandon()
 
     def _begin(self) -> None:
         if self._begun:
@@ -63,10 +69,11 @@ class ShardedReducer(GradientReducer):
         self._work_on([bucket for bucket in self._live if any(p.requires_grad for p in bucket.parameters)])
 
     def _start_next(self, *, contribute: bool) -> None:
-        super()._start_next(contribute=contribute)
-        if self._num_started > _IN_FLIGHT:
+        """One bucket is under way at a time, so that one buffer is enough, and all that is held of the gradients."""
+        if self._num_started:
             with torch.no_grad():
-                self._buckets[self._num_started - 1 - _IN_FLIGHT].wait(1)
+                self._buckets[self._num_started - 1].wait(1)
+        super()._start_next(contribute=contribute)
 
     def _reduce_scatter(self, share: Tensor, flat: Tensor) -> Waitable:
         """Start to fill this rank's share of the sum of all ranks' flat buffers."""
@@ -79,86 +86,83 @@ class _Nothing:
     def wait(self) -> None: ...
 
 
-class SparePool:
-    """Buffers that buckets pack their gradients into, one after the other.
-
-    They stay: the first touch of fresh memory costs several times a copy, and large blocks that come and go between
-    small ones leave holes.
-    """
-
-    def __init__(self) -> None:
-        self._spare: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-
-    def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of at least so many elements; its content is whatever it is."""
-        spare = self._spare.setdefault((dtype, device), [])
-        for index, buffer in enumerate(spare):
-            if buffer.numel() >= num_elements:
-                return spare.pop(index)
-        return torch.empty(num_elements, dtype=dtype, device=device)
-
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back that nothing writes to any more."""
-        self._spare[buffer.dtype, buffer.device].append(buffer)
-
-    def clear(self) -> None:
-        self._spare.clear()
-
-
 class ShardedBucket(LiveBucket):
-    """A bucket whose gradients are packed into a buffer of the pool, of which this rank's share comes back.
+    """A bucket whose gradients are packed into a buffer that buckets take turns with; this rank's share comes back.
 
+    buffers: by dtype and device; none is in use between `wait` and the next `start`.
     reduce_scatter: starts to fill this rank's share, its first argument, of the sum over ranks of the second.
+    The share is the memory of the pieces' gradients, and stays: fresh memory costs several times a copy, and blocks
+    that come and go between activations leave holes.
     """
 
     def __init__(
-        self, home: FlatBucket, pool: SparePool, reduce_scatter: Callable[[Tensor, Tensor], Waitable]
+        self, home: FlatBucket, buffers: Buffers, reduce_scatter: Callable[[Tensor, Tensor], Waitable]
     ) -> None:
         self._home = home
-        self._pool = pool
+        self._buffers = buffers
         self._reduce_scatter = reduce_scatter
+        self._kept: Tensor | None = None
         self._share: Tensor | None = None
-        self._packed_buffer: Tensor | None = None
         super().__init__(home.plan, home.parameters, gradient_as_view=True)
+        self._buffer()
+        self._fresh_share()
 
     def rest(self) -> None:
         """Forget the step; the pieces' gradients stay."""
         super().rest()
-        self._share = self._packed_buffer = None
+        self._share = None
+
+    def let_go(self) -> None:
+        """Use the memory of the pieces' gradients no more."""
+        self._kept = None
 
     def start(self, contribute: bool) -> None:
         """Pack this rank's gradients, or zeros if it does not contribute, let go of them, and start to reduce."""
         self.started = True
-        self._share, self._packed_buffer, self._pending = self._sent(contribute)
+        self._share, self._pending = self._sent(contribute)
         self._note_packed()
 
-    def _sent(self, contribute: bool) -> tuple[Tensor, Tensor, Waitable]:
-        """Start the reduction of what gradients there are; return the share to be, and what must live until then."""
+    def _sent(self, contribute: bool) -> tuple[Tensor, Waitable]:
+        """Start the reduction of what gradients there are; return the share to be."""
         home = self._home
-        buffer = self._pool.take(len(home.flat), gradient_dtype(self.parameters[0]), home.flat.device)
-        flat = buffer[: len(home.flat)]
+        flat = self._buffer()
         flat[home.plan.num_elements :].zero_()
         if contribute:
             self._pack(self._views_of(flat))
         else:
             flat.zero_()
-        share = flat.new_empty(home.share)
-        return share, buffer, self._reduce_scatter(share, flat)
+        share = self._fresh_share()
+        return share, self._reduce_scatter(share, flat)
+
+    def _buffer(self) -> Tensor:
+        """Memory to pack into."""
+        dtype, like = gradient_dtype(self.parameters[0]), self._home.flat
+        buffer = self._buffers.get((dtype, like.device))
+        if buffer is None or len(buffer) < len(like):
+            buffer = self._buffers[dtype, like.device] = torch.empty_like(like, dtype=dtype)
+        return buffer[: len(like)]
+
+    def _fresh_share(self) -> Tensor:
+        """Memory for a share: the one of the step before, unless there are gradients in it."""
+        dtype = gradient_dtype(self.parameters[0])
+        in_use = self._share is not None or any(piece.tensor.grad is not None for piece in self._home.pieces)
+        if self._kept is None or self._kept.dtype != dtype or in_use:
+            fresh = self._home.flat.new_empty(self._home.share, dtype=dtype)
+            self._kept = fresh if self._kept is None or not in_use else self._kept
+            return fresh
+        return self._kept
 
     def wait(self, divisor: float) -> None:
         """Wait for the reduction, if that was not done yet. The division happens in `write_back`."""
         if self._pending is not None:
-            assert self._packed_buffer is not None
             self._pending.wait()
-            self._pool.give(self._packed_buffer)
-            self._pending = self._packed_buffer = None
+            self._pending = None
 
     def reduce_again(self, divisor: float, contribute: bool) -> None:
         """After `wait`: add what came on some rank since the start."""
         assert self._share is not None
-        late, buffer, pending = self._sent(contribute)
+        late, pending = self._sent(contribute)
         pending.wait()
-        self._pool.give(buffer)
         self._share.add_(late)
 
     def write_back(self, had_gradient: Sequence[bool], divisor: float) -> None:

@@ -18,7 +18,7 @@ from shardwright.engine.half_optimizer import HALF_PRECISION_KEYS, HalfPrecision
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import WrappedOptimizer
 from shardwright.engine.state import state
-from shardwright.errors import UsageError
+from shardwright.errors import NotBuiltError, UsageError
 from shardwright.partition.plan import PartitionPlan
 from shardwright.tensor_parallel import randomness
 from shardwright.topology import context
@@ -41,8 +41,10 @@ def save_checkpoint(
 ) -> None:
     """See `shardwright.checkpoint.save.save_checkpoint`: collective over the world.
 
-    Raises: UsageError if `model` or `optimizer` is not a wrapper, besides what is said there.
+    Raises: UsageError if `model` or `optimizer` is not a wrapper, NotBuiltError with sharded data parallelism, besides what is
+        said there.
     """
+    _check_built("smp.save_checkpoint()")
     save.save_checkpoint(
         path,
         tag,
@@ -61,6 +63,7 @@ def resume_from_checkpoint(
     path: Any, tag: Any = None, partial: bool = True, strict: bool = True, **options: Any
 ) -> Any:
     """See `shardwright.checkpoint.load.resume_from_checkpoint`: collective over the world."""
+    _check_built("smp.resume_from_checkpoint()")
     return load.resume_from_checkpoint(
         path,
         tag,
@@ -70,6 +73,14 @@ def resume_from_checkpoint(
         optimizer=_optimizer_to_save(state.optimizer),
         **options,
     )
+
+
+def _check_built(call: str) -> None:
+    if context.is_initialized() and context.world().table.degrees.sdp > 1:
+        raise NotBuiltError(
+            f"{call} with 'sharded_data_parallel_degree' above 1 is not built yet: files for the shards of each rank",
+            remedy="save model.state_dict() and optimizer.state_dict(), which are whole, with torch.save on one rank",
+        )
 
 
 def _model_to_save(model: DistributedModel | None) -> SavedModel | None:

@@ -17,7 +17,7 @@ class GradScaler(torch.amp.GradScaler):
 
     The arguments are those of `torch.cuda.amp.GradScaler`, and so is the use: `scale` in the step function, then, on
     every rank, `unscale_` if gradients are to be clipped, `step` and `update`.
-    Collectives: one all-reduce of a flag over MP_GROUP (over the world with sharded optimizer state) where gradients
+    Collectives: one all-reduce of a flag over MP_GROUP (over the world with sharded state) where gradients
     are looked at: in `unscale_`, or else in `step`.
     device: of the scale; by default this process's kind of device.
     """
@@ -46,7 +46,8 @@ class GradScaler(torch.amp.GradScaler):
         flag = torch.zeros(1, dtype=torch.float32, device=world.device)
         for own in found.values():
             flag = torch.maximum(flag, own.to(flag.device))
-        axis: Axis = "world" if world.config.shard_optimizer_state else "mp"
+        sharded = world.config.shard_optimizer_state or world.table.degrees.sdp > 1
+        axis: Axis = "world" if sharded else "mp"
         collectives.all_reduce(flag, axis, op="max")
         devices: list[Any] = list(found) or [world.device]
         return {device: flag.to(device) for device in devices}

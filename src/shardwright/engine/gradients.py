@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.data_parallel.fully_sharded_pieces import FullyShardedPieces
+from shardwright.data_parallel.fully_sharded_reducer import FullyShardedReducer
 from shardwright.data_parallel.join import Join
 from shardwright.data_parallel.optimizer_state import ShardedParameters
 from shardwright.data_parallel.reducer import GradientReducer, ReplicaAxis
@@ -57,6 +59,7 @@ class Gradients:
         self.generation = 0
         self.reducers: list[GradientReducer] = []
         self.plain_backward_ended: Callable[[], None] = lambda: None
+        self.fully_sharded: FullyShardedReducer | None = None
 
     @property
     def has_comm_hook(self) -> bool:
@@ -88,8 +91,10 @@ class Gradients:
             self._prepare()
 
     @property
-    def sharded(self) -> list[ShardedParameters]:
-        """Parameters in pieces, for each axis over which optimizer state is sharded."""
+    def sharded(self) -> Sequence[ShardedParameters | FullyShardedPieces]:
+        """Parameters in pieces, for each axis over which optimizer state, or the parameters too, are sharded."""
+        if self.fully_sharded is not None:
+            return [self.fully_sharded.sharded]
         return [reducer.sharded for reducer in self.reducers if isinstance(reducer, ShardedReducer)]
 
     def _prepare(self) -> None:
@@ -133,7 +138,7 @@ class Gradients:
         world = context.world()
         num_replicas = world.size // world.table.degrees.pp
         wanted = world.config.ddp and (num_replicas > 1 or self._comm_hook is not None)
-        if self._parameters is None or self.reducers or not wanted:
+        if self._parameters is None or self.reducers or self.fully_sharded is not None or not wanted:
             return
         scaled = [(n, p) for n, p in self._parameters if id(p) in self._scaled]
         others = [(n, p) for n, p in self._parameters if id(p) not in self._scaled]
@@ -214,6 +219,8 @@ class Gradients:
     def step_ends(self, join: Join | None) -> None:
         """Reduce what is left, if this step had a backward and is the last of its passes."""
         self._in_step = False
+        if self.fully_sharded is not None:
+            self.fully_sharded.rest()
         wants = False
         if self.has_gradients:
             self._num_passes += 1
@@ -226,6 +233,8 @@ class Gradients:
         else:
             for reducer in self.reducers:
                 reducer.finish()
+            if self.fully_sharded is not None:
+                self.fully_sharded.finish()
         self._num_passes = 0
         self._expected = dict(self._arrived)
 
@@ -234,3 +243,5 @@ class Gradients:
         self._in_step = self._in_plain_backward = False
         for reducer in self.reducers:
             reducer.abandon()
+        if self.fully_sharded is not None:
+            self.fully_sharded.abandon()

@@ -209,6 +209,7 @@ class HalfPrecisionOptimizer:
             if rank_zero():
                 _log.info("gradients overflowed, step skipped; loss scale %g, now %g", scale, self.loss_scale)
             return result
+        self._sw_before_update()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._sw_masters.write_back()

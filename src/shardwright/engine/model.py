@@ -15,7 +15,8 @@ from torch import nn
 from shardwright.checkpoint.state import PARTIAL_MARK
 from shardwright.config.rules import check_supported, check_tracing
 from shardwright.data_parallel.join import Join
-from shardwright.engine import placement, weights
+from shardwright.data_parallel.shards import local
+from shardwright.engine import full_sharding, placement, weights
 from shardwright.engine.accessors import PartAccessors
 from shardwright.engine.gradients import Gradients
 from shardwright.engine.half_precision import accumulate_in_full, hops, to_half
@@ -90,6 +91,8 @@ class DistributedModel(PartAccessors, ModuleManners):
         with delayed_init.go_on() if delayed_init.has_delayed(module) else nullcontext():
             module = distribute(module)
             self.module = hops(module, self._precision)
+        self._settle_delayed(module)
+        self._fully_sharded = full_sharding.shard(module)
         self._part = Part(module, world.coordinates.pp, world.table.degrees.pp)
         self._average = average_grads_across_microbatches
         self._when_partitioned: list[Callable[[], object]] = []
@@ -101,6 +104,10 @@ class DistributedModel(PartAccessors, ModuleManners):
             bucket_cap_mb=bucket_cap_mb,
             as_view=gradient_as_bucket_view,
         )
+        if self._fully_sharded is not None:
+            self._gradients.fully_sharded = full_sharding.make_reducer(
+                self._fully_sharded, self._part.distribution, self._gradients.arrive
+            )
         self._sharding = ShardedState(self._gradients)
         pipeline = None
         if self._part.num_stages > 1:
@@ -119,7 +126,6 @@ class DistributedModel(PartAccessors, ModuleManners):
             optimizers=lambda: self._optimizers,
             offloader=self._recomputation.offloader,
         )
-        self._settle_delayed()
         state.model_wrapped(self)
         steps.set_driver(self._duties)
         if pipeline is None:
@@ -142,7 +148,10 @@ class DistributedModel(PartAccessors, ModuleManners):
         elif not self._part.settled:
             with native(), context.own_view():
                 self._partition(args, kwargs)
-        return self.module(*args, **kwargs)
+        result = self.module(*args, **kwargs)
+        if self._fully_sharded is not None and not torch.is_grad_enabled():
+            self._fully_sharded.reshard()
+        return result
 
     def backward(
         self,
@@ -265,13 +274,14 @@ class DistributedModel(PartAccessors, ModuleManners):
         for optimizer in self._optimizers:
             optimizer._sw_weights_changed()
 
-    def _settle_delayed(self) -> None:
+    @staticmethod
+    def _settle_delayed(module: nn.Module) -> None:
         """Parameters without storage get equal values on all ranks, and other tensors get theirs at once.
 
         Called by: every rank of the world. Collectives: one small broadcast over it, if there are any.
         """
-        delayed_init.settle_others(self._part.module)
-        if delayed_init.has_delayed(self._part.module):
+        delayed_init.settle_others(module)
+        if delayed_init.has_delayed(module):
             delayed_init.tape.bases[:] = objects.broadcast_object(delayed_init.tape.bases, "world")
 
     def carry_out_marks(self) -> None:
@@ -347,8 +357,8 @@ class DistributedModel(PartAccessors, ModuleManners):
     ) -> StateDict:
         """The whole model's state dict in the plain module's names, tensors on the CPU.
 
-        Called by: all ranks of an MP_GROUP together (all ranks, or all with rdp_rank() == 0). Before partitioning,
-        if nothing is cut over tp ranks, without communication.
+        Called by: all ranks of an MP_GROUP together (all ranks, or all with rdp_rank() == 0); with sharded data parallelism
+        all ranks. Before partitioning, if nothing is cut over tp ranks, without communication.
         Collectives: see `weights.gather`.
         gather_to_rank0: only world rank 0 gets content, the others {}.
         keep_vars: where nothing is gathered, the very parameters instead of detached ones.
@@ -372,14 +382,14 @@ class DistributedModel(PartAccessors, ModuleManners):
         return weights.with_metadata(result, plain)
 
     def local_state_dict(self) -> StateDict:
-        """Parameters and persistent buffers of this rank, plus `_smp_is_partial: True`.
+        """Parameters (with sharded data parallelism the rows here) and persistent buffers, plus `_smp_is_partial: True`.
 
         Nothing is communicated.
         """
         self._part.demand_settled("local_state_dict()")
         held = self._part.held_state()
         mine: StateDict = OrderedDict()
-        mine.update((n, v.detach() if isinstance(v, torch.Tensor) else v) for n, v in held.items())
+        mine.update((n, local(v).detach() if isinstance(v, torch.Tensor) else v) for n, v in held.items())
         mine[PARTIAL_MARK] = True
         return weights.with_metadata(mine, held)
 
@@ -393,7 +403,8 @@ class DistributedModel(PartAccessors, ModuleManners):
         """Load a full or partial state dict in the plain module's names.
 
         Called by: every rank, or those with rdp_rank() == 0: the other replicas take over the values when the
-        model is partitioned, or in the next training step. The caller's dict is not changed.
+        model is partitioned, or in the next training step. With sharded data parallelism every rank. The caller's dict is not
+        changed.
         A full one without the key `_smp_is_partial` may be in the names of the original model, see
         `smp.state.module_manager.translate_functions`. A partial one holds this tp rank's slices. It is merged over
         PP_GROUP (one object gather); with same_partition_load it is loaded as it is, before partitioning right after
@@ -472,7 +483,15 @@ class DistributedModel(PartAccessors, ModuleManners):
         """
         if not context.world().config.ddp:
             raise UsageError("register_comm_hook() needs data parallelism", remedy='set "ddp": true')
+        self._refuse_when_sharded("register_comm_hook()", "gradients are reduced by fully_shard, which takes no hook")
         self._gradients.register_comm_hook(hook_state, hook)
+
+    def _refuse_when_sharded(self, call: str, reason: str) -> None:
+        if self._fully_sharded is not None:
+            raise UsageError(
+                f"{call} with 'sharded_data_parallel_degree' above 1: {reason}",
+                remedy="leave it out, or set 'sharded_data_parallel_degree' to 1",
+            )
 
     def join(
         self,
@@ -493,6 +512,7 @@ class DistributedModel(PartAccessors, ModuleManners):
                 " the share of the parameters that it updates",
                 remedy="give all replicas the same number of batches (drop_last, or a padded sampler)",
             )
+        self._refuse_when_sharded("join()", "a rank without a batch would have to gather parameters for the others' forward")
         return self._duties.join(
             divide_by_initial_world_size=divide_by_initial_world_size,
             enable=enable,

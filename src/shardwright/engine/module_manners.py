@@ -57,6 +57,11 @@ class ModuleManners(ForwardingModule):
                 "model.cpu() can't gather a model whose modules are cut over tensor parallel ranks",
                 remedy="take model.state_dict(), which is whole, and load it into the plain model",
             )
+        if part.is_sharded:
+            raise UsageError(
+                "model.cpu() can't gather a model whose parameters are sharded over data-parallel ranks",
+                remedy="take model.state_dict(), which is whole, and load it into the plain model",
+            )
         if part.is_whole or pipeline is None:
             return super().cpu()
         mine = {**part.owned_tensors(), **part.held_extras()}
@@ -75,6 +80,14 @@ class ModuleManners(ForwardingModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What `half()`, `float()`, `to(dtype)` do. Placeholders stay without memory, and buffers known."""
         pipeline = self._duties.pipeline
+        if self._part.is_sharded:
+            for _, tensor in (*self._part.parameters(), *self._part.buffers()):
+                if fn(torch.empty((), dtype=tensor.dtype)).dtype is not tensor.dtype:
+                    raise UsageError(
+                        "the dtype of a model can't change once its parameters are sharded over data-parallel ranks",
+                        remedy="cast the plain module before smp.DistributedModel, or set 'bf16' or 'fp16'",
+                    )
+            return self
         if self._part.is_whole or pipeline is None:
             with delayed_init.go_on() if delayed_init.has_delayed(self._part.module) else nullcontext():
                 return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ import torch
 from shardwright.checkpoint.state import PARTIAL_MARK, SPANS
 from shardwright.engine import optimizer_state, piece_state
 from shardwright.engine.collective_calls import collective_call
+from shardwright.engine.fully_sharded_optimizer import FullyShardedOptimizer, shards_everything
 from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.half_optimizer import HalfPrecisionOptimizer, half_optimizer_settings, inner_view
 from shardwright.engine.model import DistributedModel
@@ -31,7 +32,7 @@ from shardwright.transport import objects
 
 _log = get_logger(__name__)
 
-_CLASSES: dict[tuple[type, bool], type] = {}
+_CLASSES: dict[tuple[type, bool, bool], type] = {}
 OWNERS = "every rank of an RDP_GROUP"
 
 
@@ -57,7 +58,8 @@ def DistributedOptimizer(
     dynamic_loss_args (or further keywords), see `precision.loss_scaler.DynamicLossScaler`. They only matter with
     fp16; accepted and ignored without. With fp16 and bf16 see `HalfPrecisionOptimizer`.
     With `shard_optimizer_state` its groups hold pieces of parameters from the end of the first step on, and `step()`
-    brings the parameters together again.
+    brings the parameters together again. With sharded data parallelism they hold pieces at once, and it has what
+    `FullyShardedOptimizer` says.
     Raises: UsageError if the optimizer holds parameters that the wrapped model doesn't have, is wrapped
     already, or can't work on a part of the model, or on pieces; ValueError if one is in two groups.
     """
@@ -75,7 +77,8 @@ def DistributedOptimizer(
             "LBFGS takes all parameters together, so it can't work on each stage by itself",
             remedy="use an optimizer that updates each parameter by itself, or one pipeline stage",
         )
-    if model._gradients.shards and not check_can_shard(optimizer):
+    key = "sharded_data_parallel_degree" if shards_everything() else "shard_optimizer_state"
+    if (model._gradients.shards or shards_everything()) and not check_can_shard(optimizer, key):
         once(
             _log,
             logging.INFO,
@@ -87,11 +90,14 @@ def DistributedOptimizer(
     _check_groups(optimizer.param_groups, names)
     arguments = {**(dynamic_loss_args or {}), **more_dynamic_loss_args}
     half = half_optimizer_settings(static_loss_scale, dynamic_loss_scale, arguments)
-    if half is not None:
+    inner = None
+    if half is not None or (shards_everything() and isinstance(optimizer, torch.optim.Optimizer)):
         inner = inner_view(optimizer, model)
     optimizer.__class__ = _wrapped_class(type(optimizer), half is not None)
     if half is not None:
         optimizer._sw_begin_half(inner, *half)
+    elif inner is not None:
+        optimizer.optimizer = inner
     optimizer._connect(model, names)
     state.optimizer_wrapped(optimizer)
     model.optimizer_wrapped(optimizer)
@@ -100,13 +106,14 @@ def DistributedOptimizer(
 
 def _wrapped_class(cls: type, half: bool) -> type:
     """A subclass of an optimizer's own class; what that defines beyond torch's interface stays its own."""
-    if (cls, half) not in _CLASSES:
+    key = (cls, half, shards_everything())
+    if key not in _CLASSES:
         kept = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         if hasattr(cls, "clip_master_grads"):
             kept["clip_master_grads"] = cls.clip_master_grads
-        mixed_in = (HalfPrecisionOptimizer, WrappedOptimizer) if half else (WrappedOptimizer,)
-        _CLASSES[cls, half] = type(cls.__name__, (*mixed_in, cls), kept)
-    return _CLASSES[cls, half]
+        mixed_in = (*((FullyShardedOptimizer,) if key[2] else ()), *((HalfPrecisionOptimizer,) if half else ()))
+        _CLASSES[key] = type(cls.__name__, (*mixed_in, WrappedOptimizer, cls), kept)
+    return _CLASSES[key]
 
 
 def _check_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> None:
@@ -179,7 +186,7 @@ class WrappedOptimizer(PieceHolder):
                     self.state[parameter] = optimizer_state.beside(parameter, self.state[parameter])
             optimizer_state.filter_group(group, kept)
         self._note_local_names()
-        if not self._sw_model._gradients.shards:
+        if not (self._sw_model._gradients.shards or shards_everything()):  # there pieces come first
             self._sw_groups_settled()
         deferred, self._sw_deferred = self._sw_deferred, []
         for content in deferred:
@@ -219,9 +226,13 @@ class WrappedOptimizer(PieceHolder):
 
     def _sw_update(self, closure: Callable[[], Any] | None) -> Any:
         """The step of the optimizer's own class."""
+        self._sw_before_update()
         own = self._sw_own_step
         plain = super().step if own is None else own  # type: ignore[misc]
         return plain() if closure is None else plain(closure)
+
+    def _sw_before_update(self) -> None:
+        """Gradients are complete, and about to be used."""
 
     # torch wraps the step of every class once, to run hooks; the inner step is wrapped already. Schedulers wrap the
     # step of every object once, to know that it was called.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.data_parallel.shards import is_shard
 from shardwright.engine.distribution import Distribution
 from shardwright.engine.placement import Placed
 from shardwright.errors import UsageError
@@ -67,7 +68,12 @@ class Part:
     @property
     def is_complete(self) -> bool:
         """True while every rank holds every tensor as a whole."""
-        return self.is_whole and not self.distribution.is_cut
+        return self.is_whole and not self.distribution.is_cut and not self.is_sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """True with sharded data parallelism: parameters are shards."""
+        return any(is_shard(entry.tensor) for entry in self.entries)
 
     def keys(self) -> tuple[str, ...]:
         """Every name in the plain state dict, in its order; equal on all ranks."""

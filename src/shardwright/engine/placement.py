@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwright.data_parallel.shards import is_shard
 from shardwright.memory import delayed_init
 from shardwright.partition.plan import PartitionPlan
 from shardwright.pipeline.runtime import Runtime
@@ -81,7 +82,7 @@ def place(model: nn.Module, plan: PartitionPlan, runtime: Runtime) -> list[Place
     table = list(placed_tensors(model, plan))
     for entry in table:
         if runtime.rank in entry.stages:
-            _keep(entry.tensor, runtime.device)
+            keep(entry.tensor, runtime.device)
         else:
             _let_go(entry.tensor)
         runtime.register(entry.name, entry.tensor, entry.owner, entry.home if entry.is_buffer else None)
@@ -106,15 +107,21 @@ def _tied(model: nn.Module) -> set[int]:
 
 def place_whole(model: nn.Module, device: torch.device) -> list[Placed]:
     """With one stage: keep everything, on this rank's device."""
-    stage_of = {name: 0 for name, _ in model.named_modules()}
-    plan = PartitionPlan(num_stages=1, stage_of=stage_of, stages=(), origin="auto", how="none")
-    table = list(placed_tensors(model, plan))
+    table = whole_table(model)
     for entry in table:
-        _keep(entry.tensor, device)
+        if not is_shard(entry.tensor):  # which is there already
+            keep(entry.tensor, device)
     return table
 
 
-def _keep(tensor: torch.Tensor, device: torch.device) -> None:
+def whole_table(model: nn.Module) -> list[Placed]:
+    """With one stage: everything, wherever it is."""
+    stage_of = {name: 0 for name, _ in model.named_modules()}
+    plan = PartitionPlan(num_stages=1, stage_of=stage_of, stages=(), origin="auto", how="none")
+    return list(placed_tensors(model, plan))
+
+
+def keep(tensor: torch.Tensor, device: torch.device) -> None:
     """Put a tensor on this rank's device; one without storage gets its value first, and no more than that is held."""
     if delayed_init.is_delayed(tensor):
         delayed_init.fill(tensor, delayed_init.value_of(tensor).to(device))

@@ -2,7 +2,8 @@
 
 With `shard_optimizer_state` every parameter that has equal copies on several ranks is cut into pieces over them (see
 `data_parallel.optimizer_state`, Note [Pieces]): over rdp what acts on the samples of the whole tp group, over dp the
-rest. An axis of one rank has nothing to share; its parameters stay as they are.
+rest. An axis of one rank has nothing to share; its parameters stay as they are. With sharded data parallelism the pieces
+are the shards of `fully_shard` (see `data_parallel.fully_sharded_pieces`), from the wrap on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.data_parallel.fully_sharded_pieces import FullyShardedPieces
 from shardwright.data_parallel.optimizer_state import Piece, ShardedParameters
 from shardwright.engine.gradients import Gradients
 from shardwright.errors import UsageError
@@ -28,15 +30,15 @@ _NOT_ELEMENTWISE = {
 class ShardedState:
     """What the optimizers and the norm ask about pieces. Everything is empty while nothing is sharded.
 
-    is_settled: the first step is over; optimizers hold pieces from here on.
+    is_settled: optimizers hold pieces from here on: when the first step is over, with sharded data parallelism at once.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
-        self.is_settled = False
+        self.is_settled = gradients.fully_sharded is not None
 
     @property
-    def _axes(self) -> list[ShardedParameters]:
+    def _axes(self) -> Sequence[ShardedParameters | FullyShardedPieces]:
         return self._gradients.sharded
 
     def pieces(self) -> Iterator[Piece]:
@@ -70,9 +72,10 @@ class ShardedState:
                 piece.tensor.grad.zero_()
 
 
-def check_can_shard(optimizer: Any) -> bool:
+def check_can_shard(optimizer: Any, key: str) -> bool:
     """Refuse optimizers whose state can't be sharded; True for one that is known to be able to.
 
+    key: the setting that shards it.
     Raises: UsageError naming the reason.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
@@ -80,9 +83,7 @@ def check_can_shard(optimizer: Any) -> bool:
         cls = getattr(torch.optim, name, None)
         if cls is not None and isinstance(inner, cls):
             raise UsageError(
-                f"{name} can't have its state sharded: {reason}, but with 'shard_optimizer_state' every rank updates"
-                " pieces of parameters",
-                remedy="use an optimizer that updates every element by itself, such as AdamW, or set"
-                " 'shard_optimizer_state' to false",
+                f"{name} can't have its state sharded: {reason}, but with '{key}' every rank updates pieces of parameters",
+                remedy=f"use an optimizer that updates every element by itself, such as AdamW, or leave out '{key}'",
             )
     return type(inner).__module__.startswith(("torch.optim.", "shardwright.optim."))

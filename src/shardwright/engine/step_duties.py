@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,9 +135,13 @@ class StepDuties:
         degrees = context.world().table.degrees
         if degrees.rdp * degrees.tp == 1:
             return
-        flags = torch.tensor([self._loaded_model, self._loaded_optimizer], dtype=torch.int32)
+        mine = [self._loaded_model, self._loaded_optimizer]
+        flags = torch.tensor([*mine, *(not loaded for loaded in mine)], dtype=torch.int32)
         collectives.all_reduce(flags, "dp", op="max")
-        model_loaded, optimizer_loaded = flags.tolist()
+        model_loaded, optimizer_loaded, *not_loaded = flags.tolist()
+        if degrees.sdp > 1:
+            self._check_all_loaded((model_loaded, optimizer_loaded), not_loaded)
+            optimizer_loaded = False
         if model_loaded or always:
             self._replicas.broadcast()
         if optimizer_loaded:
@@ -146,6 +150,17 @@ class StepDuties:
         if model_loaded:
             self._weights_changed()
         self._loaded_model = self._loaded_optimizer = False
+
+    @staticmethod
+    def _check_all_loaded(somewhere: Sequence[int], not_everywhere: Sequence[int]) -> None:
+        """With sharded parameters one rank can't give the others what it loaded: it has kept its shards only."""
+        for what, loaded, missing in zip(("model", "optimizer"), somewhere, not_everywhere, strict=True):
+            if loaded and missing:
+                raise UsageError(
+                    f"a state dict was loaded into the {what} on some data-parallel ranks only, but with sharded data"
+                    " parallelism every rank loads its own shards",
+                    remedy=f"call {what}.load_state_dict() on every rank",
+                )
 
     def model_loaded(self) -> None:
         """A state dict was loaded into this rank's part of the model."""
@@ -156,7 +171,7 @@ class StepDuties:
         self._loaded_optimizer = True
 
     def _sync_buffers(self, source: int) -> None:
-        if self._broadcast_buffers and self._gradients.reducers:
+        if self._broadcast_buffers and (self._gradients.reducers or self._gradients.fully_sharded is not None):
             self._replicas.sync_buffers(source)
 
     def join(self, *, divide_by_initial_world_size: bool, enable: bool, throw_on_early_termination: bool) -> Join:

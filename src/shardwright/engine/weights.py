@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.state import PARTIAL_MARK
+from shardwright.data_parallel import shards
 from shardwright.engine.collective_calls import collective_call
 from shardwright.engine.part import Part
 from shardwright.topology import context
@@ -34,9 +35,9 @@ class _Sent:
 def gather(part: Part, mine: Mapping[str, Any], call: str, *, keep: bool) -> StateDict:
     """Join what the ranks of an MP_GROUP answer for; tensors are whole, and copies on the CPU.
 
-    Called by: every rank of an MP_GROUP.
-    Collectives: one object gather over PP_GROUP; per tensor one all-gather over TP_GROUP if it is cut, and one
-        broadcast over PP_GROUP.
+    Called by: every rank of an MP_GROUP; with sharded parameters every rank.
+    Collectives: one object gather over PP_GROUP; per tensor one all-gather over the shard group if it is sharded, one over
+        TP_GROUP if it is cut, and one broadcast over PP_GROUP.
     mine: tensors and other values of this rank, by names that no other rank has.
     call: the public call, for errors.
     keep: False takes part and returns {}, holding no more than one tensor at a time.
@@ -50,14 +51,14 @@ def gather(part: Part, mine: Mapping[str, Any], call: str, *, keep: bool) -> Sta
     whole_shape, whole = part.distribution.whole_shape, part.distribution.whole
     specs = [(whole_shape(name_of[key], tensor), tensor.dtype) for key, tensor in unique.items()]
     found: StateDict = {}
-    with collective_call(call, CALLERS):
+    with collective_call(call, "every rank" if part.is_sharded else CALLERS):
         for owner, (names, owned) in enumerate(objects.allgather_object((told, specs), "pp")):
             own = list(unique.items()) if owner == part.stage else None
             received = []
             for index, (shape, dtype) in enumerate(owned):
                 if own is not None:
                     key, held = own[index]
-                    tensor = whole(name_of[key], held.detach().to(device)).contiguous()
+                    tensor = whole(name_of[key], shards.whole(held).detach().to(device)).contiguous()
                 else:
                     tensor = torch.empty(shape, dtype=dtype, device=device)
                 collectives.broadcast_tensor(tensor, "pp", src_group_rank=owner)
@@ -87,7 +88,7 @@ def load(
     """Copy values into what this rank holds; a model that is complete loads by its own `load_state_dict`.
 
     content: without the mark of partial state dicts; may be changed.   expected: the names it should have.
-    slices: tensors that are cut over tp ranks are this rank's parts; otherwise all tensors are whole.
+    slices: tensors that are cut over tp ranks, or sharded, are this rank's parts; otherwise all tensors are whole.
     Called by: any rank by itself. Copies of what another stage owns get the value if `content` has it.
     Returns: expected names that are missing, and those that are not expected.
     Raises: RuntimeError listing them if strict, and tensors of another size in any case.
@@ -99,7 +100,7 @@ def load(
     unexpected = sorted(content.keys() - set(expected))
     here = part.here()
     wanted = {
-        n: tuple(t.shape) if slices else part.distribution.whole_shape(n, t)
+        n: tuple(shards.local(t).shape) if slices else part.distribution.whole_shape(n, t)
         for n, t in here.items()
         if isinstance(t, torch.Tensor)
     }
@@ -120,7 +121,9 @@ def load(
                 continue
             if isinstance(target, torch.Tensor):
                 value = content[name]
-                target.copy_(value if slices else part.distribution.cut(name, value))
+                shards.local(target).copy_(
+                    value if slices else shards.cut(target, part.distribution.cut(name, value))
+                )
             else:
                 part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(content[name])
     return Keys(missing, unexpected)

@@ -182,7 +182,10 @@ def _start(resolved: Resolved) -> None:
 
 def _build_world(config: Config, found: Rendezvous) -> World:
     degrees = Degrees.of_world(
-        found.size, pp=config.pipeline_parallel_degree, tp=config.tensor_parallel_degree
+        found.size,
+        pp=config.pipeline_parallel_degree,
+        tp=config.tensor_parallel_degree,
+        sdp=config.sharded_data_parallel_degree,
     )
     table = RankTable(degrees, config.placement_strategy)
     coordinates = table.coordinates(found.rank)

@@ -83,6 +83,14 @@ class Groups:
             mesh_dim_names=MESH_AXES,
         )
 
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh of the ranks that share one copy of the parameters; no communication.
+
+        There is one only with sharded data parallelism.
+        """
+        return DeviceMesh.from_group(self.process_group("shard"), self._device_type, mesh_dim_names=("shard",))
+
     def destroy(self) -> None:
         """Destroy what `build_groups` made, not the group of the world."""
         world = self._process_groups["world"]
@@ -116,6 +124,8 @@ def build_groups(
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(table.world_size)): world}
     process_groups: dict[Axis, dist.ProcessGroup] = {}
     for axis in AXES:
+        if axis == "shard" and table.degrees.sdp == 1:
+            continue
         ranks = tuple(table.group(axis, rank))
         if ranks not in made:
             made[ranks] = dist.new_group(

@@ -3,6 +3,9 @@
 The rule: in a placement string the right-most letter varies fastest with the global rank; for `XYZ`,
 `rank = (x * |Y| + y) * |Z| + z`. `D` stands for reduced data parallelism (rdp), `P` for pp, `T` for tp.
 The rank inside a group is its position in the group's ascending list of global ranks.
+
+With sharded data parallelism of degree d the rdp coordinate is `replica * d + shard`: neighbours share a model, and ranks at
+the same place of different shard groups hold the same shards.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ from typing import Final, Literal, get_args
 
 from shardwright.errors import ConfigError
 
-Axis = Literal["pp", "tp", "rdp", "dp", "mp", "world"]
+Axis = Literal["pp", "tp", "rdp", "dp", "mp", "world", "shard", "replica"]
 
 AXES: Final[tuple[Axis, ...]] = get_args(Axis)
 
 _LETTERS: Final[dict[Axis, str]] = {
-    "pp": "P", "tp": "T", "rdp": "D", "dp": "DT", "mp": "PT", "world": "DPT",
+    "pp": "P", "tp": "T", "rdp": "RS", "dp": "RST", "mp": "PT", "world": "RSPT", "shard": "S", "replica": "R",
 }  # fmt: skip
-"""For each axis the letters that vary inside one of its groups; the others are fixed."""
+"""For each axis the letters that vary inside one of its groups; the others are fixed. R and S are the two parts of D."""
 
 _NAMED_PLACEMENTS: Final = {"cluster": "DPT", "spread": "TPD"}
 
@@ -42,16 +45,22 @@ def placement_letters(placement: str) -> str:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Sizes of the three independent axes; their product is the number of processes."""
+    """Sizes of the three independent axes; their product is the number of processes.
+
+    sdp: how many ranks of rdp share one copy of the parameters.
+    """
 
     pp: int
     tp: int
     rdp: int
+    sdp: int = 1
 
     def __post_init__(self) -> None:
-        for axis, degree in (("pp", self.pp), ("tp", self.tp), ("rdp", self.rdp)):
+        for axis, degree in (("pp", self.pp), ("tp", self.tp), ("rdp", self.rdp), ("sdp", self.sdp)):
             if degree < 1:
                 raise ConfigError(f"the {axis} degree is {degree}, expected at least 1")
+        if self.rdp % self.sdp:
+            raise ConfigError(f"the sdp degree is {self.sdp}, expected a divisor of the rdp degree, {self.rdp}")
 
     @property
     def world_size(self) -> int:
@@ -59,10 +68,10 @@ class Degrees:
         return self.pp * self.tp * self.rdp
 
     @staticmethod
-    def of_world(world_size: int, *, pp: int, tp: int) -> Degrees:
+    def of_world(world_size: int, *, pp: int, tp: int, sdp: int = 1) -> Degrees:
         """Return the degrees of a world: what pp and tp don't use is rdp.
 
-        Raises: ConfigError if pp * tp does not divide the number of processes.
+        Raises: ConfigError if pp * tp does not divide the number of processes, or sdp what is left.
         """
         if pp < 1 or tp < 1 or world_size % (pp * tp):
             raise ConfigError(
@@ -70,7 +79,7 @@ class Degrees:
                 f"does not divide the number of processes, {world_size}",
                 remedy=f"start a multiple of {pp * tp} processes, or change the degrees",
             )
-        return Degrees(pp=pp, tp=tp, rdp=world_size // (pp * tp))
+        return Degrees(pp=pp, tp=tp, rdp=world_size // (pp * tp), sdp=sdp)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Coordinates:
     rdp: int
     dp: int
     mp: int
+    shard: int = 0
+    replica: int = 0
 
     def position(self, axis: Axis) -> int:
         """Return the rank inside the group of an axis."""
@@ -101,12 +112,14 @@ class RankTable:
     def __init__(self, degrees: Degrees, placement: str = "cluster") -> None:
         self.degrees = degrees
         self.letters = placement_letters(placement)
-        self._sizes = {"P": degrees.pp, "T": degrees.tp, "D": degrees.rdp}
+        self._order = self.letters.replace("D", "RS")
+        self._sizes = {"P": degrees.pp, "T": degrees.tp, "R": degrees.rdp // degrees.sdp, "S": degrees.sdp}
         self._strides: dict[str, int] = {}
         stride = 1
-        for letter in reversed(self.letters):
+        for letter in reversed(self._order):
             self._strides[letter] = stride
             stride *= self._sizes[letter]
+        self._sizes["D"], self._strides["D"] = degrees.rdp, self._strides["S"]
 
     @property
     def world_size(self) -> int:
@@ -137,6 +150,8 @@ class RankTable:
             rdp=rdp,
             dp=rdp * sizes["T"] + tp if strides["D"] >= strides["T"] else tp * sizes["D"] + rdp,
             mp=pp * sizes["T"] + tp if strides["P"] >= strides["T"] else tp * sizes["P"] + pp,
+            shard=rdp % sizes["S"],
+            replica=rdp // sizes["S"],
         )
 
     def rank_at(self, *, pp: int, tp: int, rdp: int) -> int:
@@ -158,7 +173,7 @@ class RankTable:
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """Return all groups of an axis, in the order of their lowest ranks; each rank is in exactly one."""
-        fixed = "".join(letter for letter in "DPT" if letter not in _LETTERS[axis])
+        fixed = "".join(letter for letter in "RSPT" if letter not in _LETTERS[axis])
         offsets = list(self._offsets(_LETTERS[axis]))
         return [[base + offset for offset in offsets] for base in self._offsets(fixed)]
 
@@ -168,7 +183,7 @@ class RankTable:
     def _offsets(self, varying: str) -> Iterator[int]:
         """Yield, ascending, what the given letters add to a rank at which they are all zero."""
         offsets = [0]
-        for letter in self.letters:  # slowest first, so that the products come out ascending
+        for letter in self._order:  # slowest first, so that the products come out ascending
             if letter in varying:
                 stride = self._strides[letter]
                 offsets = [base + digit * stride for base in offsets for digit in range(self._sizes[letter])]

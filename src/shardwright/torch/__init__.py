@@ -13,7 +13,6 @@ from shardwright.integrations.huggingface import output_capture as _output_captu
 from shardwright.integrations.huggingface import plan as _plan
 from shardwright.tensor_parallel import registry as _registry
 from shardwright.torch import (
-    _not_built,
     amp,
     debugging,
     model,
@@ -31,6 +30,7 @@ from shardwright.torch import step as _step_module  # noqa: F401  loaded for tho
 # the name `step`, which has to end up being the decorator.
 
 from shardwright.checkpoint.rank_files import load, save
+from shardwright.data_parallel.registered_parameters import register_parameter
 from shardwright.engine.checkpointing import resume_from_checkpoint, save_checkpoint
 from shardwright.engine.creation import model_creation
 from shardwright.engine.grad_clipping import clip_grad_norm
@@ -187,7 +187,6 @@ __all__ = [
     "utils",
 ]
 
-register_parameter = _not_built.function("register_parameter")
 
 # The original's documents spell this one in three ways.
 delayed_param_initialization = delay_param_initialization

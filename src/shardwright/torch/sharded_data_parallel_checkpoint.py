@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.engine.full_sharding import get_buffer_names, get_param_shapes
 from shardwright.torch import _not_built
 
 __all__ = [
@@ -10,8 +11,6 @@ __all__ = [
     "get_param_shapes",
 ]
 
-get_buffer_names = _not_built.function("sharded_data_parallel_checkpoint.get_buffer_names")
 get_full_state_dict_from_sharded_data_parallel_checkpoint = _not_built.function(
     "sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint"
 )
-get_param_shapes = _not_built.function("sharded_data_parallel_checkpoint.get_param_shapes")

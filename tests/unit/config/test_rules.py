@@ -54,6 +54,20 @@ def test_sharded_data_parallelism_needs_ddp_and_one_stage() -> None:
     assert "'pipeline_parallel_degree' is 3" in message
     assert "needs a pipeline degree of 1" in message
     assert "try: set one of the two to 1" in message
+    message = refusal(sharded_data_parallel_degree=2, ddp=True, _fp32_grad_accumulation=True)
+    assert "keeps the gradients of shards in the dtype of the parameters" in message
+
+
+def test_sharding_keys_without_effect_are_said_to_be() -> None:
+    sharded = {"sharded_data_parallel_degree": 2, "ddp": True}
+    given = {"sdp_param_persistence_threshold": 0, "sdp_hierarchical_allgather": False, "sdp_reduce_bucket_size": 10}
+    assert not notes(**sharded)
+    assert not notes(**given)
+    told = [note.message for note in notes(**sharded, **given)]
+    assert [message.split(" has no effect: ")[0] for message in told] == [
+        "'sdp_param_persistence_threshold'",
+        "'sdp_hierarchical_allgather'",
+    ]
 
 
 def test_sharded_twice_warns_and_ignores() -> None:
@@ -154,7 +168,6 @@ def test_world_of_one() -> None:
 # -- features to come --------------------------------------------------------------------------------------
 
 SWITCHED_ON: dict[str, dict[str, Any]] = {
-    "sharded_data_parallel_degree": {"sharded_data_parallel_degree": 2, "ddp": True},
     **{key: {key: True} for key, setting in SETTINGS.items() if key in NOT_BUILT and setting.kind == "flag"},
 }
 

@@ -129,6 +129,19 @@ def test_one_parameter_alone_has_the_same_value() -> None:
     assert torch.equal(delayed_init.value_of(model.rows), want["rows"])
 
 
+def test_equal_modules_differ_and_copies_are_of_their_time() -> None:
+    with delay_param_initialization():
+        one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+        before = nn.Parameter(one.weight.detach().clone())
+        nn.init.zeros_(one.weight)
+        after = nn.Parameter(one.weight.detach() + before.detach() * 0)
+    first, second = delayed_init.value_of(before), delayed_init.value_of(two.weight)
+    assert not torch.equal(first, second)
+    assert float(first.abs().max()) > 0
+    assert torch.equal(delayed_init.value_of(after), torch.zeros(4, 4))
+    assert torch.equal(delayed_init.value_of(before), first)
+
+
 def test_streams_go_on_alike() -> None:
     torch.manual_seed(0)
     with delay_param_initialization():

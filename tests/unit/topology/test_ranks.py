@@ -73,7 +73,11 @@ def test_eight_processes_two_partitions(placement, mp, dp, mp_rank, dp_rank) -> 
     assert ranks.coordinates(6).dp == dp_rank
 
 
-degrees = st.builds(Degrees, pp=st.integers(1, 6), tp=st.integers(1, 6), rdp=st.integers(1, 6))
+def _degrees(pp: int, tp: int, replicas: int, shards: int) -> Degrees:
+    return Degrees(pp=pp, tp=tp, rdp=replicas * shards, sdp=shards)
+
+
+degrees = st.builds(_degrees, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 
 
 @given(degrees, st.sampled_from(PLACEMENTS))
@@ -105,7 +109,10 @@ def test_every_rank_is_in_one_group_of_each_axis_at_its_position(degrees: Degree
 @given(degrees, st.sampled_from(PLACEMENTS))
 def test_groups_fix_and_vary_the_right_coordinates(degrees: Degrees, placement: str) -> None:
     ranks = RankTable(degrees, placement)
-    fixed = {"pp": "tp rdp", "tp": "pp rdp", "rdp": "pp tp", "mp": "rdp", "dp": "pp", "world": ""}
+    fixed = {
+        "pp": "tp rdp", "tp": "pp rdp", "rdp": "pp tp", "mp": "rdp", "dp": "pp", "world": "",
+        "shard": "pp tp replica", "replica": "pp tp shard",
+    }  # fmt: skip
     for axis, names in fixed.items():
         for group in ranks.groups(axis):
             for name in names.split():
@@ -120,6 +127,20 @@ def test_a_hundred_thousand_ranks_take_less_than_a_second() -> None:
     assert time.process_time() - began < 1.0
     assert len(coordinates) == 100_000
     assert sum(map(len, groups[0])) == 100_000
+
+
+def test_shard_groups_of_thirty_two_ranks() -> None:
+    """The example of the original's guide: tp 4, sharded data parallelism of degree 4."""
+    ranks = RankTable(Degrees.of_world(32, pp=1, tp=4, sdp=4))
+    assert ranks.group("tp", 0) == [0, 1, 2, 3]
+    assert ranks.group("shard", 0) == [0, 4, 8, 12]
+    assert ranks.group("shard", 20) == [16, 20, 24, 28]
+    assert ranks.group("replica", 4) == [4, 20]
+
+
+def test_shards_must_divide_the_replicas() -> None:
+    with pytest.raises(ConfigError, match="the sdp degree is 3, expected a divisor of the rdp degree, 4"):
+        Degrees.of_world(8, pp=2, tp=1, sdp=3)
 
 
 def test_degrees_must_divide_the_world() -> None:

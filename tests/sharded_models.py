@@ -34,7 +34,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Uneven(nn.Module):
-    """Parameters of 6, 5, 1, 3 x 7 and other odd sizes, one without dims, one frozen, one never used, one channels last."""
+    """Parameters of 6, 5, 1, 3 x 7 and other odd sizes, one without dims or elements, one frozen, one never
+    used, one channels last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +47,12 @@ class Uneven(nn.Module):
         self.unused = nn.Linear(2, 2)
         self.image = nn.Parameter(torch.rand(2, 3, 2, 3).to(memory_format=torch.channels_last))
         self.number = nn.Parameter(torch.rand(()))
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
         self.last = nn.Linear(3, 11)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x * self.frozen) * self.number + self.image.sum((0, 2, 3))
-        hidden = hidden + (x[:, :6] * self.six).sum(-1, keepdim=True) * self.one
+        hidden = hidden + (x[:, :6] * self.six).sum(-1, keepdim=True) * self.one + self.nothing.sum()
         return self.last(torch.tanh(hidden)) + x[:, :5].square() @ self.five.expand(11, 5).T
 
 

@@ -77,9 +77,11 @@ class ShardedReducer(GradientReducer):
 
     def _reduce_scatter(self, share: Tensor, flat: Tensor) -> Waitable:
         """Start to fill this rank's share of the sum of all ranks' flat buffers."""
+        if not len(share):
+            return _Nothing()
         pending = collectives.reduce_scatter_into(share, flat.view(-1, len(share)), self._axis, async_op=True)
-        assert pending is not None or not len(share)
-        return pending or _Nothing()
+        assert pending is not None
+        return pending
 
 
 class _Nothing:

@@ -253,6 +253,8 @@ def all_gather_in_place(flat: Tensor, axis: Axis) -> None:
     """
     here = context.world()
     ranks = here.groups.ranks(axis)
+    if not flat.numel():
+        return
     slices = flat.detach().view(len(ranks), -1)
     if flat.is_cuda and here.devices.has_nccl:
         all_gather_into(slices, slices[here.coordinates.position(axis)], axis)

@@ -34,10 +34,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Uneven(nn.Module):
-    """Parameters of 6, 5, 1, 3 x 7 and other odd sizes, one without dims or elements, one frozen, one never
-    used, one channels last."""
+    """Parameters of 6, 5, 1, 3 x 7 and other odd sizes, one without dims, one frozen, one never used, one channels last.
 
-    def __init__(self) -> None:
+    empty: also one without elements, of a dtype of its own.
+    """
+
+    def __init__(self, empty: bool = False) -> None:
         super().__init__()
         self.six = nn.Parameter(torch.rand(6))
         self.five = nn.Parameter(torch.rand(5))
@@ -47,19 +49,21 @@ class Uneven(nn.Module):
         self.unused = nn.Linear(2, 2)
         self.image = nn.Parameter(torch.rand(2, 3, 2, 3).to(memory_format=torch.channels_last))
         self.number = nn.Parameter(torch.rand(()))
-        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64)) if empty else None
         self.last = nn.Linear(3, 11)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x * self.frozen) * self.number + self.image.sum((0, 2, 3))
-        hidden = hidden + (x[:, :6] * self.six).sum(-1, keepdim=True) * self.one + self.nothing.sum()
+        hidden = hidden + (x[:, :6] * self.six).sum(-1, keepdim=True) * self.one
+        if self.nothing is not None:
+            hidden = hidden + self.nothing.sum()
         return self.last(torch.tanh(hidden)) + x[:, :5].square() @ self.five.expand(11, 5).T
 
 
-def uneven(seed: int = 0) -> Uneven:
+def uneven(seed: int = 0, *, empty: bool = False) -> Uneven:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Uneven()
+        return Uneven(empty)
 
 
 def batch(step: int, replica: int, size: int = 8) -> Tensor:

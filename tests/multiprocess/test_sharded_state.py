@@ -18,7 +18,7 @@ STEPS = 4
 
 def trained(name: str, max_norm: float | None = None, **options: Any) -> dict[str, Any]:
     """A few steps, with a scheduler; what is left of it."""
-    model = smp.DistributedModel(uneven(), bucket_cap_mb=SMALL_BUCKETS, **options)
+    model = smp.DistributedModel(uneven(empty=True), bucket_cap_mb=SMALL_BUCKETS, **options)
     optimizer = smp.DistributedOptimizer(two_groups(model, OPTIMIZERS[name]))
     groups = list(optimizer.param_groups)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -47,7 +47,7 @@ def trained(name: str, max_norm: float | None = None, **options: Any) -> dict[st
 
 def reference(name: str, num_replicas: int, max_norm: float | None = None) -> dict[str, Tensor]:
     """The same in one process; weights."""
-    model = uneven()
+    model = uneven(empty=True)
     optimizer = two_groups(model, OPTIMIZERS[name])
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step in range(STEPS):

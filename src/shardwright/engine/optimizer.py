@@ -388,8 +388,8 @@ class WrappedOptimizer(PieceHolder):
 
         With "_smp_spans" it is that of pieces. Before pieces are held, only the settings of the groups are taken over.
         """
+        optimizer_state.check_groups(content, self._group_names())
         if self._sw_model._gradients.shards and not self._sw_model._sharding.is_settled:
-            optimizer_state.check_groups(content, self._group_names())
             for group, loaded in zip(self.param_groups, content["param_groups"], strict=True):
                 group.update(optimizer_state.options(loaded))
             self._sw_load_scaler(content)

@@ -1,8 +1,8 @@
 """A model with long runs of equal blocks, cut short for a dry run, and what was seen stretched to full length again.
 
 Blocks are equal if they have the same class and their modules' parameters, buffers and plain attributes agree (numbers of
-layers apart), and each has parameters of its own. Of a run in a list of modules the first two and the last stay; the second stands for those left out, for
-its neighbours are blocks like itself.
+layers apart), and each has parameters of its own. Of a run in a list of modules the first two and the last stay; the second
+stands for those left out, for its neighbours are blocks like itself.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining, DTensor and
 	$(BIN)/python benchmarks/tensor.py
 	$(BIN)/python benchmarks/data_parallel.py
 
-readme: $(STAMP) ## Run the commands of README and docs/precision.md in fresh folders
-	$(BIN)/python tests/readme_commands.py README.md docs/precision.md
+readme: $(STAMP) ## Run the commands of README and of documents that have some, in fresh folders
+	$(BIN)/python tests/readme_commands.py README.md docs/precision.md docs/planning.md
 
 clean: ## Remove what tests, tools and the demo left; the environment stays
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

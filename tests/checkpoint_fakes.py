@@ -72,6 +72,9 @@ class FakeModel:
         local = {name: value for name, value in self.net.state_dict().items() if self.is_local(name)}
         return {**local, PARTIAL_MARK: True}
 
+    def parameter_table(self) -> list[TensorRow]:
+        return self.tensor_table()
+
     def tensor_table(self) -> list[TensorRow]:
         return [
             TensorRow(name, tuple(t.shape), dtype_name(t), (0,) * t.dim(), tuple(t.shape))

@@ -106,16 +106,19 @@ def check_tag(tag: str | int) -> str:
     return name
 
 
-def state_file(role: StateRole, *, pp: int, tp: int, rdp: int, shard_optimizer_state: bool) -> str:
-    """Return the name of the file with this rank's part of the model or of the optimizer state."""
-    if shard_optimizer_state and role != "model":
+def state_file(layout: Layout, role: StateRole, *, pp: int, tp: int, rdp: int) -> str:
+    """Return the name of the file with a rank's part of the model or of the optimizer state."""
+    if layout.sharded_data_parallel_degree > 1:
+        shard = rdp % layout.sharded_data_parallel_degree
+        return f"{role}_{tp}_{shard}.pt" if layout.tp > 1 else f"{role}_{shard}.pt"
+    if layout.shard_optimizer_state and role != "model":
         return f"{role}_{pp}_{tp}_{rdp}.pt"
     return f"{role}_{pp}_{tp}.pt"
 
 
-def writes_state(role: StateRole, *, rdp: int, shard_optimizer_state: bool) -> bool:
+def writes_state(layout: Layout, role: StateRole, *, rdp: int) -> bool:
     """True where this rank writes the file of `state_file`; every replica reads it."""
-    return rdp == 0 or (shard_optimizer_state and role != "model")
+    return rdp < layout.sharded_data_parallel_degree or (layout.shard_optimizer_state and role != "model")
 
 
 def rng_file(rank: int) -> str:

@@ -198,8 +198,8 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
     manifest, here = chosen.manifest, world()
 
     def own(role: StateRole) -> str:
-        at, sharded = here.coordinates, manifest.layout.shard_optimizer_state
-        return layout.state_file(role, pp=at.pp, tp=at.tp, rdp=at.rdp, shard_optimizer_state=sharded)
+        at = here.coordinates
+        return layout.state_file(manifest.layout, role, pp=at.pp, tp=at.tp, rdp=at.rdp)
 
     files = _Files(
         model=own("model") if manifest.has("model") else None,

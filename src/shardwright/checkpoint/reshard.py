@@ -59,6 +59,7 @@ class _Load:
         self._model = model
         self._reader = reader
         self._rows = {row.name: row for row in model.tensor_table()}
+        self._parameters = {row.name: row for row in model.parameter_table()}
         self._entries: dict[str, list[Entry]] = {}
         for entry in chosen.manifest.entries:
             self._entries.setdefault(entry.name, []).append(entry)
@@ -152,7 +153,7 @@ class _Load:
             for step in path[:-1]:
                 inner = inner.setdefault(step, {})
             inner[path[-1]] = self._value(entry)
-        row = self._rows.get(name)
+        row = self._parameters.get(name)
         saved = self._of_model(name)
         if half and state.MASTER not in values and row is not None and saved is not None:
             once(_log, logging.INFO, "the checkpoint has no fp32 masters; they begin as its weights")
@@ -161,7 +162,7 @@ class _Load:
 
     def _value(self, entry: Entry) -> Any:
         """One value of a parameter's state: this rank's part of it, or all of it where it isn't cut like the parameter."""
-        row = self._rows.get(entry.name)
+        row = self._parameters.get(entry.name)
         if entry.dtype != OBJECT and row is not None and entry.shape == row.shape:
             return self._assembled(entry, row, None)
         found = self._reader.at(entry.slices[0])

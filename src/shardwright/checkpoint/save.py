@@ -255,6 +255,7 @@ class _Save:
         if model is not None and (name := self._own_file("model")) is not None:
             describe = partial_of(state.model_entries, name, table=table)
             parts.append(_Part(name, "model", lambda: state.compact(model.local_state_dict()), describe))
+        table = model.parameter_table() if model is not None else ()
         if optimizer is not None:
             names = [name for group in optimizer.group_names() for name in group]
             sources: dict[StateRole, Callable[[], Any]] = {
@@ -326,10 +327,10 @@ class _Save:
 
     def _own_file(self, role: StateRole) -> str | None:
         """Return the name of the state file that this rank writes; None on a replica."""
-        at, sharded = self.here.coordinates, self.layout.shard_optimizer_state
-        if not layout.writes_state(role, rdp=at.rdp, shard_optimizer_state=sharded):
+        at = self.here.coordinates
+        if not layout.writes_state(self.layout, role, rdp=at.rdp):
             return None
-        return layout.state_file(role, pp=at.pp, tp=at.tp, rdp=at.rdp, shard_optimizer_state=sharded)
+        return layout.state_file(self.layout, role, pp=at.pp, tp=at.tp, rdp=at.rdp)
 
     def _partition(self) -> dict[str, Any] | None:
         record = None if self.model is None else self.model.partition_record()

@@ -70,6 +70,11 @@ class CheckpointModel(Protocol):
     def tensor_table(self) -> Sequence[TensorRow]:
         """One row per tensor of `local_state_dict()`."""
 
+    def parameter_table(self) -> Sequence[TensorRow]:
+        """The same as the optimizer's pieces count: with sharded data parallelism parameters are whole (or this tp rank's
+        slices) here, and `tensor_table` has this rank's rows of them.
+        """
+
     def partition_record(self) -> Mapping[str, Any] | None:
         """The partition plan as JSON values, "stage_of" (module name to stage) among them; None with one
         stage.
@@ -170,6 +175,8 @@ def model_entries(file: str, state: Mapping[str, Any], table: Sequence[TensorRow
             raise CheckpointError(
                 f"{name!r} is {list(value.shape)}, its tensor table says {list(row.local_shape)}"
             )
+        if 0 in row.local_shape and 0 not in row.shape:
+            continue  # a shard of which this rank has nothing
         part = Slice(file, (name,), row.offset, row.local_shape)
         entries.append(Entry("model", name, None, row.shape, dtype_name(value), (part,)))
     return entries

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +27,17 @@ _AUTO_CLASSES = (
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model without need for real weights, and the inputs of one microbatch if they are known."""
+    """A model without need for real weights, and the inputs of one microbatch if they are known.
+
+    loss: from the model's output to the number to minimise, if the file defines it.
+    """
 
     title: str
     module: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     has_inputs: bool = True
+    loss: Callable[[Any], Any] | None = None
 
 
 def load_model(source: str, *, batch: int, seq: int | None) -> LoadedModel:
@@ -88,7 +92,7 @@ def _from_script(path: Path) -> LoadedModel:
     if not callable(inputs):
         return LoadedModel(title, module, has_inputs=False)
     args, kwargs = _split_inputs(inputs())
-    return LoadedModel(title, module, args, kwargs)
+    return LoadedModel(title, module, args, kwargs, loss=names.get("loss") if callable(names.get("loss")) else None)
 
 
 def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -110,6 +114,7 @@ def _from_config(path: Path, batch: int, seq: int | None) -> LoadedModel:
         ) from error
     import torch
 
+    transformers.logging.set_verbosity_error()  # remarks on a configuration without a trained model
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         config = transformers.AutoConfig.for_model(**data)
@@ -150,7 +155,8 @@ def _inputs(module: Any, config: Any, batch: int, seq: int | None) -> dict[str, 
         sub = getattr(config, "vision_config", config)
         size = sub.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        return {main: torch.zeros(batch, getattr(sub, "num_channels", 3), height, width)}
+        image = torch.zeros(batch, getattr(sub, "num_channels", 3), height, width)
+        return {main: image, **_labels(module, torch.zeros(batch, dtype=torch.long), None)}
     if main != "input_ids":
         raise UsageError(
             f"{type(module).__name__} takes '{main}', for which no example can be made",
@@ -163,4 +169,13 @@ def _inputs(module: Any, config: Any, batch: int, seq: int | None) -> dict[str, 
         inputs["decoder_input_ids"] = tokens.clone()
     if hasattr(config, "use_cache"):
         inputs["use_cache"] = False
-    return inputs
+    return {**inputs, **_labels(module, torch.zeros(batch, dtype=torch.long), tokens)}
+
+
+def _labels(module: Any, classes: Any, tokens: Any) -> dict[str, Any]:
+    """What lets the model compute its loss, which often takes most memory: none where its name doesn't tell the task."""
+    name = type(module).__name__
+    if name.endswith(("Classification",)) and not name.endswith("TokenClassification"):
+        return {"labels": classes}
+    ends = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+    return {"labels": tokens.clone()} if tokens is not None and name.endswith(ends) else {}

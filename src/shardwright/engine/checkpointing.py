@@ -5,6 +5,7 @@ The two adapters here are what checkpoints see of the wrappers (`checkpoint.stat
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.state import PARAM_NAMES, PARTIAL_MARK, TensorRow, attach_by_name, dtype_name
+from shardwright.data_parallel import shards
 from shardwright.engine import weights
 from shardwright.engine.half_optimizer import HALF_PRECISION_KEYS, HalfPrecisionOptimizer, without_masters
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import WrappedOptimizer
 from shardwright.engine.state import state
-from shardwright.errors import NotBuiltError, UsageError
+from shardwright.errors import UsageError
 from shardwright.partition.plan import PartitionPlan
 from shardwright.tensor_parallel import randomness
 from shardwright.topology import context
@@ -41,10 +43,8 @@ def save_checkpoint(
 ) -> None:
     """See `shardwright.checkpoint.save.save_checkpoint`: collective over the world.
 
-    Raises: UsageError if `model` or `optimizer` is not a wrapper, NotBuiltError with sharded data parallelism, besides what is
-        said there.
+    Raises: UsageError if `model` or `optimizer` is not a wrapper, besides what is said there.
     """
-    _check_built("smp.save_checkpoint()")
     save.save_checkpoint(
         path,
         tag,
@@ -63,7 +63,6 @@ def resume_from_checkpoint(
     path: Any, tag: Any = None, partial: bool = True, strict: bool = True, **options: Any
 ) -> Any:
     """See `shardwright.checkpoint.load.resume_from_checkpoint`: collective over the world."""
-    _check_built("smp.resume_from_checkpoint()")
     return load.resume_from_checkpoint(
         path,
         tag,
@@ -73,14 +72,6 @@ def resume_from_checkpoint(
         optimizer=_optimizer_to_save(state.optimizer),
         **options,
     )
-
-
-def _check_built(call: str) -> None:
-    if context.is_initialized() and context.world().table.degrees.sdp > 1:
-        raise NotBuiltError(
-            f"{call} with 'sharded_data_parallel_degree' above 1 is not built yet: files for the shards of each rank",
-            remedy="save model.state_dict() and optimizer.state_dict(), which are whole, with torch.save on one rank",
-        )
 
 
 def _model_to_save(model: DistributedModel | None) -> SavedModel | None:
@@ -132,6 +123,11 @@ class SavedModel:
 
     def tensor_table(self) -> list[TensorRow]:
         """One row per tensor of `local_state_dict()`."""
+        held = self._part.held_state()
+        return [_rows_here(row, held[row.name]) for row in self.parameter_table()]
+
+    def parameter_table(self) -> list[TensorRow]:
+        """The same, with sharded data parallelism for the parameters of which shards are here."""
         cut = self._part.distribution
         return [
             TensorRow(n, cut.whole_shape(n, t), dtype_name(t), cut.offset(n, t), tuple(t.shape))
@@ -185,6 +181,15 @@ class SavedModel:
             randomness.set_state(kept)
         else:
             randomness.begin()
+
+
+def _rows_here(row: TensorRow, tensor: torch.Tensor) -> TensorRow:
+    """What of a tensor is on this rank, if it is a shard."""
+    if not shards.is_shard(tensor):
+        return row
+    start, _ = shards.layout_of(tensor).rows(context.world().coordinates.shard)
+    offset = (row.offset[0] + start, *row.offset[1:])
+    return dataclasses.replace(row, offset=offset, local_shape=tuple(shards.local(tensor).shape))
 
 
 class SavedOptimizer:

@@ -12,7 +12,7 @@ from shardwright.partition.manual import assign_by_hand
 from shardwright.partition.plan import PartitionPlan, check_ties, replicated, summarize
 from shardwright.partition.records import TraceKind
 from shardwright.partition.trace import trace
-from shardwright.partition.tree import build_tree
+from shardwright.partition.tree import ModuleTree, build_tree
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +50,14 @@ def make_plan(
             "parameter sizes: %s",
             tree.trace.reason,
         )
+    return plan_of_tree(tree, config, pp, by_hand=by_hand)
+
+
+def plan_of_tree(
+    tree: ModuleTree, config: Config, pp: int, *, by_hand: dict[str, int] | None = None
+) -> PartitionPlan:
+    """The rest of `make_plan`, for a model that was traced. by_hand: stages that the script has set."""
+    join_ties = config.tied_weights == "colocate"
     in_flight = max(1, min(config.active_microbatches, pp))
     if by_hand is not None:
         stage_of = by_hand

@@ -152,6 +152,7 @@ class PartitionPlan:
         try:
             data: dict[str, Any] = json.loads(text)
             version = data.pop("version")
+            data.pop("memory", None)  # what `shardwright plan` adds
             if version > VERSION:
                 raise PartitionError(
                     f"the partition is of format version {version}, this library reads up to {VERSION}",

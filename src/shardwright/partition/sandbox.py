@@ -119,7 +119,7 @@ def _within_reach(values: Iterable[Any]) -> tuple[list[tuple[Any, Any]], list[Te
     met: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
-        if type(value) is Tensor:
+        if type(value) is Tensor and not value.is_meta:  # nothing is written where there is no memory
             tensors.append(value)
         if depth == 0 or value is None or isinstance(value, _NOT_LOOKED_INTO) or id(value) in met:
             return

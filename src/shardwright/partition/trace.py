@@ -66,13 +66,21 @@ def trace(
     return Trace(how="none", reason="; ".join(reasons) if reasons else "switched off")
 
 
-def _fake(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+@contextmanager
+def on_fake_tensors(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Inside, the model's tensors are stand-ins without memory; gives stand-ins of the inputs. All is undone."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(args, kwargs)
-    with untouched(module, keep_values=False), _quiet_fake_tensors(), mode, torch.enable_grad():
+    with _tracing(), untouched(module, keep_values=False), _quiet_fake_tensors(), mode, torch.enable_grad():
         silence_hooks(module)
         replace_tensors(module, device)
-        args, kwargs = tree_map(lambda leaf: _copy_leaf(leaf, lambda t: stand_in(t, device)), (args, kwargs))
+        yield tree_map(lambda leaf: _copy_leaf(leaf, lambda t: stand_in(t, device)), (args, dict(kwargs)))
+
+
+def _fake(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    with on_fake_tensors(module, args, kwargs) as (args, kwargs):
         return _record(module, args, kwargs)
 
 
@@ -90,23 +98,26 @@ def _real(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 
 def _record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    names = {id(found): name for name, found in module.named_modules()}
-    bearing = {key: name for key, name in names.items() if not name}
     homes: dict[int, tuple[str, ...]] = {}
     for name, found in module.named_modules():
-        if any(True for _ in found.parameters()):
-            bearing[id(found)] = name
         for buffer in found._buffers.values():
             if buffer is not None:
                 homes.setdefault(storage_key(buffer), ())
         for parameter in found._parameters.values():
             if parameter is not None:
                 homes[storage_key(parameter)] = (*homes.get(storage_key(parameter), ()), name)
-    recorder = Recorder(bearing, homes)
+    recorder = Recorder(bearing_modules(module), homes)
     with recorder.watching(module):
         output = module(*args, **kwargs)
     recorder.assume_loss(output)
     return Trace(how="none", records=recorder.records(), borrowed=tuple(recorder.borrowed))
+
+
+def bearing_modules(module: nn.Module) -> dict[int, str]:
+    """Name by id of the modules that a trace tells apart: the root, and all with a parameter in them or below."""
+    return {
+        id(found): name for name, found in module.named_modules() if not name or any(True for _ in found.parameters())
+    }
 
 
 @contextmanager
@@ -145,7 +156,7 @@ def _copy_leaf(leaf: Any, make: Callable[[Tensor], Tensor]) -> Any:
         return leaf
 
 
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
     """Stand-ins live where the inputs do, so that code which asks for the device takes its usual path."""
     found: list[torch.device] = []
     tree_map(lambda leaf: found.append(leaf.device) if isinstance(leaf, Tensor) else None, (args, kwargs))

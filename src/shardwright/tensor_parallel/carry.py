@@ -13,6 +13,7 @@ from shardwright.tensor_parallel.module import load_full, spec_of, tp_size, with
 from shardwright.tensor_parallel.registry import Recipe
 from shardwright.tensor_parallel.scope import Mark
 from shardwright.transport import collectives
+from shardwright.transport.differentiable import only_shapes_count
 
 
 class Weights:
@@ -63,6 +64,8 @@ class Weights:
     def _construct(self, *, blank: bool) -> nn.Module:
         tensors = list(self._module.parameters())
         device = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), torch.device("cpu"))
+        if only_shapes_count():
+            device = torch.device("meta")
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
         with _default_dtype(dtype), device, without_initial_values() if blank else nullcontext():
             return self._recipe.dist_class(*self._recipe.args, **self._recipe.kwargs)

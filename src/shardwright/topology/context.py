@@ -6,7 +6,8 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
@@ -71,7 +72,7 @@ class _State:
 
     world: World
     resolved: Resolved
-    rendezvous: Rendezvous
+    rendezvous: Rendezvous | None
     process_id: int
 
 
@@ -126,7 +127,20 @@ def shutdown(*, linger: bool = True) -> None:
         connections.cut()  # nothing of what is still under way may keep the groups from ending
     connections.close()
     state.world.groups.destroy()
-    state.rendezvous.close()
+    if state.rendezvous is not None:
+        state.rendezvous.close()
+
+
+@contextmanager
+def standing_in(world: World) -> Iterator[None]:
+    """Inside, `world` is where this process is, though no other was met. Called by: `pretend`."""
+    global _state
+    before = _state
+    _state = _State(world, Resolved(world.config, frozenset(), frozenset(), {}, ()), None, os.getpid())
+    try:
+        yield
+    finally:
+        _state = before
 
 
 def _init_again(config: Mapping[str, Any]) -> None:

@@ -50,6 +50,11 @@ def shapes_only() -> Iterator[None]:
         _depth_of_shapes_only -= 1
 
 
+def only_shapes_count() -> bool:
+    """Return whether this is within `shapes_only`."""
+    return _depth_of_shapes_only > 0
+
+
 def is_silent(tensor: Tensor) -> bool:
     """Return whether collectives on this tensor send nothing."""
     return _depth_of_shapes_only > 0 or isinstance(tensor, FakeTensor) or tensor.device.type == "meta"

@@ -25,30 +25,37 @@ def test_a_tag_that_is_no_plain_name_is_refused(tag: object) -> None:
 
 
 def test_file_names_follow_the_contract() -> None:
-    assert layout.state_file("model", pp=1, tp=2, rdp=3, shard_optimizer_state=False) == "model_1_2.pt"
-    assert (
-        layout.state_file("optimizer", pp=1, tp=2, rdp=3, shard_optimizer_state=False) == "optimizer_1_2.pt"
-    )
-    assert (
-        layout.state_file("optimizer", pp=1, tp=2, rdp=3, shard_optimizer_state=True) == "optimizer_1_2_3.pt"
-    )
-    assert (
-        layout.state_file("fp16_states", pp=0, tp=0, rdp=1, shard_optimizer_state=True)
-        == "fp16_states_0_0_1.pt"
-    )
-    assert layout.state_file("model", pp=1, tp=2, rdp=3, shard_optimizer_state=True) == "model_1_2.pt"
+    plain, sharded = Layout(2, 3, 4), Layout(2, 3, 4, shard_optimizer_state=True)
+    assert layout.state_file(plain, "model", pp=1, tp=2, rdp=3) == "model_1_2.pt"
+    assert layout.state_file(plain, "optimizer", pp=1, tp=2, rdp=3) == "optimizer_1_2.pt"
+    assert layout.state_file(sharded, "optimizer", pp=1, tp=2, rdp=3) == "optimizer_1_2_3.pt"
+    assert layout.state_file(sharded, "fp16_states", pp=0, tp=0, rdp=1) == "fp16_states_0_0_1.pt"
+    assert layout.state_file(sharded, "model", pp=1, tp=2, rdp=3) == "model_1_2.pt"
+    everything = Layout(1, 1, 4, sharded_data_parallel_degree=2)
+    assert layout.state_file(everything, "model", pp=0, tp=0, rdp=2) == "model_0.pt"
+    assert layout.state_file(everything, "optimizer", pp=0, tp=0, rdp=3) == "optimizer_1.pt"
+    sliced = Layout(1, 2, 4, sharded_data_parallel_degree=2)
+    assert layout.state_file(sliced, "optimizer", pp=0, tp=1, rdp=3) == "optimizer_1_1.pt"
 
 
-def test_each_state_file_has_exactly_one_writer() -> None:
-    for sharded in (False, True):
-        for role in ("model", "optimizer"):
-            written = [
-                layout.state_file(role, pp=pp, tp=0, rdp=rdp, shard_optimizer_state=sharded)
-                for pp in range(2)
-                for rdp in range(3)
-                if layout.writes_state(role, rdp=rdp, shard_optimizer_state=sharded)
-            ]
-            assert len(written) == len(set(written)) == (6 if sharded and role == "optimizer" else 2)
+@pytest.mark.parametrize(
+    ("made", "num_files"),
+    [
+        (Layout(2, 1, 3), {"model": 2, "optimizer": 2}),
+        (Layout(2, 1, 3, shard_optimizer_state=True), {"model": 2, "optimizer": 6}),
+        (Layout(1, 2, 6, sharded_data_parallel_degree=3), {"model": 6, "optimizer": 6}),
+    ],
+)
+def test_each_state_file_has_exactly_one_writer(made: Layout, num_files: dict[layout.StateRole, int]) -> None:
+    for role, expected in num_files.items():
+        written = [
+            layout.state_file(made, role, pp=pp, tp=tp, rdp=rdp)
+            for pp in range(made.pp)
+            for tp in range(made.tp)
+            for rdp in range(made.rdp)
+            if layout.writes_state(made, role, rdp=rdp)
+        ]
+        assert len(written) == len(set(written)) == expected
 
 
 def test_equal_layouts_do_not_differ_however_the_placement_is_spelled() -> None:

@@ -7,12 +7,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from shardwright.cli import partition as command
-from shardwright.errors import UsageError
+from shardwright.cli.main import main
+from shardwright.cli.sizes import parse_size
+from shardwright.config import rules
+from shardwright.config.parse import resolve
+from shardwright.errors import ConfigError, UsageError
 from shardwright.partition import PartitionPlan
 
 SCRIPT = """
@@ -153,6 +158,101 @@ def test_bad_options_are_named(script: Path, tmp_path: Path) -> None:
         run(script, "--pp", 2, "--tied-weights", "apart")
     with pytest.raises(UsageError, match="can't write"):
         run(script, "--pp", 2, "--json", tmp_path / "no" / "where.json")
+
+
+def memory_of(path: Path) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = json.loads(path.read_text())["memory"]["ranks"]
+    return ranks
+
+
+def test_memory_of_a_rank(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(script, "--pp", 2, "--gpus", 4, "--optimizer", "sgd,momentum=0.9", "--json", tmp_path / "p.json")
+    out = capsys.readouterr().out
+    assert "memory of a rank, on 4 in all (pp 2, tp 1, rdp 2, 8 microbatches)" in out
+    assert "interpreter and libraries come on top: 1.00 GiB" in out
+    ranks = memory_of(tmp_path / "p.json")
+    assert sum(rank["parameters"] for rank in ranks) == 4 * (32 * 16 + 6 * (16 * 16 + 16))
+    for rank in ranks:
+        assert rank["optimizer"] == rank["gradients"] == rank["communication"] == rank["parameters"]
+        assert rank["peak"] > 4 * rank["parameters"]
+
+
+def test_switches_change_memory(config: Path, tmp_path: Path) -> None:
+    def peak(*options: object) -> dict[str, Any]:
+        run(config, "--device", "cpu", "--json", tmp_path / "p.json", *options)
+        return memory_of(tmp_path / "p.json")[0]
+
+    plain, recomputed = peak(), peak("--activation-checkpointing")
+    assert recomputed["activations"] < plain["activations"]
+    assert peak("-o", "bf16=true")["parameters"] * 2 == plain["parameters"]
+    assert peak("--tp", 2)["parameters"] < plain["parameters"]
+    sharded = peak("--gpus", 4, "-o", "shard_optimizer_state=true")
+    assert sharded["optimizer"] == pytest.approx(plain["optimizer"] / 4, abs=4)
+
+
+def test_loss_of_a_script_counts(script: Path, tmp_path: Path) -> None:
+    run(script, "--json", tmp_path / "p.json")
+    without = memory_of(tmp_path / "p.json")[0]["activations"]
+    script.write_text(SCRIPT + "\ndef loss(output):\n    return (output.repeat(100, 1, 1) ** 2).sum()\n")
+    run(script, "--json", tmp_path / "p.json")
+    assert memory_of(tmp_path / "p.json")[0]["activations"] > without + 2 * 4 * 16 * 4 * 100
+
+
+def test_planned_ahead_is_said(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rules, "NOT_BUILT", {"bf16": "half precision"})
+    run(script, "-o", "bf16=true")
+    assert "planned ahead: 'bf16' is True, but this is not built yet" in capsys.readouterr().out
+
+
+def test_fit_proposes(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(config, "--gpus", 2, "--fit", "64MiB", "--base", "0", "--json", tmp_path / "f.json")
+    out = capsys.readouterr().out
+    assert "GPT2LMHeadModel" in out
+    assert "first: smp.init({" in out
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["fits"]
+    for proposal in found["proposals"]:
+        assert proposal["pp"] * proposal["tp"] * proposal["rdp"] == 2
+        assert proposal["headroom_bytes"] == 64 * 1024**2 - proposal["peak_bytes"] >= 0
+        assert proposal["peak_bytes"] == max(rank["peak"] for rank in proposal["ranks"])
+        assert resolve(proposal["config"], {}).config.microbatches * proposal["samples_per_microbatch"] > 0
+
+
+def test_fit_says_by_how_much_it_misses(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(config), "--gpus", "2", "--fit", "100KiB", "--base", "0", "--json", str(tmp_path / "f.json")])
+    assert ended.value.code == 1
+    assert "nothing fits. Closest, " in capsys.readouterr().out
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert not found["fits"]
+    assert found["proposals"][0]["headroom_bytes"] < 0
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("24GiB", 24 * 1024**3), ("80 GB", 80 * 1000**3), ("512MiB", 512 * 1024**2), ("1.5kib", 1536), ("7", 7)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size("fit", text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["much", "24GX", "-1GiB", "", "GiB"])
+def test_bad_sizes_are_named(script: Path, text: str) -> None:
+    with pytest.raises(UsageError, match=f"--fit is '{text}', expected a number with a unit"):
+        run(script, "--fit", text)
+
+
+def test_bad_degrees_and_optimizers_are_named(script: Path) -> None:
+    with pytest.raises(ConfigError, match="world size 3 is not divisible"):
+        run(script, "--pp", 2, "--gpus", 3)
+    with pytest.raises(UsageError, match="the optimizer is 'adamx'"):
+        run(script, "--optimizer", "adamx")
+    with pytest.raises(UsageError, match="AdamW can't be made so"):
+        run(script, "--optimizer", "adamw,speed=3")
+    with pytest.raises(UsageError, match="--global-batch is 3, expected a multiple"):
+        run(script, "--fit", "1GiB", "--global-batch", 3)
 
 
 def test_png_without_the_package_says_so(

@@ -1,0 +1,72 @@
+"""Checkpoints under sharded data parallelism: the same run goes on, and other layouts take it over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwright.torch as smp
+from harness import RankPool
+from sdp_ranks import config
+from sharded_models import batch, train_step, two_groups, uneven
+
+
+def wrapped(seed: int = 0) -> tuple[Any, Any]:
+    model = smp.DistributedModel(uneven(seed))
+    return model, smp.DistributedOptimizer(two_groups(model, lambda p: torch.optim.AdamW(p, lr=0.01)))
+
+
+def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
+    """Every rank sees the same batch, so that any number of ranks makes the same run."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        train_step(model, batch(step, 0))
+        optimizer.step()
+
+
+def uninterrupted(path: str, partial: bool) -> dict[str, Tensor]:
+    model, optimizer = wrapped()
+    steps(model, optimizer, 0, 2)
+    smp.save_checkpoint(path, "two", partial=partial, model=model, optimizer=optimizer, user_content={"step": 2})
+    steps(model, optimizer, 2, 4)
+    return model.state_dict()  # type: ignore[no-any-return]
+
+
+def resumed(path: str, partial: bool) -> dict[str, Tensor]:
+    model, optimizer = wrapped(seed=1)
+    assert smp.resume_from_checkpoint(path, "two", partial=partial)["step"] == 2
+    steps(model, optimizer, 2, 4)
+    return model.state_dict()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [None, pytest.param("bf16", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("partial", [True, False])
+def test_checkpoints(pool2: RankPool, pool4: RankPool, tmp_path: Path, partial: bool, kind: str | None) -> None:
+    """FF-16: uneven sizes; resumed bit for bit at the same layout, and at others with whole shapes everywhere."""
+    more = {kind: True} if kind else {}
+    path = str(tmp_path)
+    whole = pool4.run(uninterrupted, path, partial, config=config(4, 2, **more))[0]
+    for run in pool4.run(resumed, path, partial, config=config(4, 2, **more)):
+        for name, weight in whole.items():
+            assert torch.equal(run[name], weight), name
+    if partial:
+        folder = tmp_path / "two_partial"
+        assert sorted(p.name for p in folder.glob("optimizer_*")) == [f"optimizer_{s}.pt" for s in range(4)]
+    for pool, degree in ((pool4, 2), (pool2, 2), (pool2, 1)):
+        for run in pool.run(resumed, path, partial, config=config(degree, 2, **more)):
+            for name, weight in whole.items():
+                torch.testing.assert_close(run[name], weight, rtol=1e-5 if kind is None else 1e-2, atol=1e-6 if kind is None else 1e-3)
+
+
+@pytest.mark.heavy
+def test_a_checkpoint_without_sharding_is_taken_over(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    plain = {**config(1, 2), "shard_optimizer_state": True}
+    whole = pool2.run(uninterrupted, path, True, config=plain)[0]
+    for run in pool4.run(resumed, path, True, config=config(2, 2)):
+        for name, weight in whole.items():
+            torch.testing.assert_close(run[name], weight, rtol=1e-5, atol=1e-6)

@@ -105,6 +105,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(text, line)) + " |" for line in lines)
 
 
+def start() -> int:
+    """In a process of a row: set the threads, and join the default process group where there is one. Returns the rank."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        torch.distributed.init_process_group("gloo")
+    return int(os.environ["RANK"])
+
+
 def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

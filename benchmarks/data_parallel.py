@@ -17,7 +17,7 @@ from typing import Any
 import model as gpt
 import torch
 import torch.distributed as dist
-from common import RankResult, Rounds, Row, main, median_of, step_time, table
+from common import RankResult, Rounds, Row, main, median_of, start, step_time, table
 from measure import timed_steps
 from model import Sizes
 from torch import Tensor, nn
@@ -25,14 +25,6 @@ from torch import Tensor, nn
 RANKS = 2
 PEER = "DDP"
 SINGLE = "single"
-
-
-def start() -> int:
-    """Set the threads and join the default process group where there is one. Returns the rank."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
-    return int(os.environ["RANK"])
 
 
 def own_batch(args: argparse.Namespace) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import model as gpt
 import torch
-from common import RankResult, Rounds, Row, main, median_of, step_time, table
+from common import RankResult, Rounds, Row, main, median_of, start, step_time, table
 from measure import timed_steps
 from model import Sizes
 from torch import Tensor, nn
@@ -26,14 +26,6 @@ from torch import Tensor, nn
 STAGES = 2
 TWO_SINGLES = "two independent processes"
 PEER = "torch 1F1B"
-
-
-def start() -> int:
-    """Set the threads and join the default process group where there is one. Returns the rank."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        torch.distributed.init_process_group("gloo")
-    return int(os.environ["RANK"])
 
 
 def single(args: argparse.Namespace) -> RankResult:

@@ -17,7 +17,7 @@ from typing import Any
 import model as gpt
 import torch
 import torch.distributed as dist
-from common import RankResult, Rounds, Row, main, median_of, step_time, table
+from common import RankResult, Rounds, Row, main, median_of, start, step_time, table
 from measure import timed_steps
 from model import Sizes
 from torch import Tensor, nn
@@ -27,14 +27,6 @@ RANKS = 2
 PEER = "DTensor"
 SINGLE = "single"
 TWO_SINGLES = "two independent processes"
-
-
-def start() -> int:
-    """Set the threads and join the default process group where there is one. Returns the rank."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
-    return int(os.environ["RANK"])
 
 
 def trained(args: argparse.Namespace, whole: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> RankResult:

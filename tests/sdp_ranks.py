@@ -44,11 +44,23 @@ class Run:
     state_bytes: int = 0
 
 
-def train(name: str) -> Run:
-    """Three steps of a model of `models`; rank 0's weights are the true ones."""
+def lamb(parameters: Any) -> torch.optim.Optimizer:
+    return smp.optimizers.FusedLAMB(parameters, lr=1e-2)
+
+
+def train(name: str, together_with: str = "") -> Run:
+    """Three steps of a model of `models`; rank 0's weights are the true ones.
+
+    together_with: "smp" or "transformers" for recomputed blocks, "lamb" for that optimizer.
+    """
     plain, make_batch, loss_of = models.make(name, seed=0 if smp.rank() == 0 else 7)
+    if together_with == "transformers":
+        plain.gradient_checkpointing_enable()  # type: ignore[operator]
     model = smp.DistributedModel(plain)
-    optimizer = smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
+    if together_with == "smp":
+        smp.set_activation_checkpointing(model.get_module().transformer.h)  # type: ignore[union-attr, arg-type]
+    make = lamb if together_with == "lamb" else reference.adamw
+    optimizer = smp.DistributedOptimizer(make(list(model.parameters())))
 
     @smp.step
     def train_step(model: Any, batch: models.Batch) -> Tensor:
@@ -77,11 +89,15 @@ def held_bytes(values: Any) -> int:
     return sum(storages.values())
 
 
-def expected(name: str, num_replicas: int, microbatches: int) -> reference.Run:
+def expected(
+    name: str, num_replicas: int, microbatches: int, make_optimizer: reference.MakeOptimizer = reference.adamw
+) -> reference.Run:
     """The same training in one process."""
     model, make_batch, loss_of = models.make(name)
     data = [[make_batch(parity.batch_seed(s, r), BATCH) for r in range(num_replicas)] for s in range(STEPS)]
-    return reference.run_reference(model, loss_of, data, num_microbatches=microbatches)
+    return reference.run_reference(
+        model, loss_of, data, num_microbatches=microbatches, make_optimizer=make_optimizer
+    )
 
 
 def check(runs: list[Run], truth: reference.Run) -> None:

@@ -28,6 +28,26 @@ def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
         optimizer.step()
 
 
+def saved(path: str) -> dict[str, Tensor]:
+    model, optimizer = wrapped()
+    steps(model, optimizer, 0, 2)
+    smp.save_checkpoint(path, "two", model=model, optimizer=optimizer)
+    return model.state_dict()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [None, "bf16"])
+def test_shards_are_merged_without_a_job(pool2: RankPool, tmp_path: Path, kind: str | None) -> None:
+    merge = smp.sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint
+    whole = pool2.run(saved, str(tmp_path), config=config(2, 2, **({kind: True} if kind else {})))[0]
+    for merged in (merge(tmp_path), merge(str(tmp_path), tag="two"), merge(tmp_path, tag="two_partial")):
+        assert merged.keys() == whole.keys()
+        for name, weight in whole.items():
+            assert merged[name].dtype is torch.float32
+            assert torch.equal(merged[name].to(weight.dtype), weight), name
+    if kind:
+        assert any(not torch.equal(merged[name], weight.float()) for name, weight in whole.items())  # masters have more digits
+
+
 def uninterrupted(path: str, partial: bool) -> dict[str, Tensor]:
     model, optimizer = wrapped()
     steps(model, optimizer, 0, 2)

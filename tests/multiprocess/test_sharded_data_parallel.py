@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import reference
 import sdp_ranks
 import shardwright.torch as smp
 import tp_parity
@@ -66,6 +67,15 @@ def test_training_equals_one_process(
 def test_with_tensor_parallelism(pool4: RankPool, case: tp_parity.Case) -> None:
     ranks = pool4.run(tp_parity.train, case, config=case.config(), timeout_s=120)
     tp_parity.check(case, ranks, tp_parity.expected(case))
+
+
+@pytest.mark.parametrize("kind", ["smp", "transformers", "lamb"])
+@HEAVY
+def test_together_with(pool2: RankPool, kind: str) -> None:
+    """Recomputed blocks, by the library's marks and by the model's own; an optimizer that takes norms of parameters."""
+    runs = pool2.run(sdp_ranks.train, "gpt2", kind, config=config(2, 2), timeout_s=120)
+    make = sdp_ranks.lamb if kind == "lamb" else reference.adamw
+    sdp_ranks.check(runs, sdp_ranks.expected("gpt2", 2, 2, make))
 
 
 # ------------------------------------------------------------------ sizes that don't fill the ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,14 +95,16 @@ def usable_manifest(checkpoint: Checkpoint) -> Manifest:
     return checkpoint.manifest
 
 
-def whole_tensors(checkpoint: Checkpoint, *, trust: bool = False) -> Iterator[tuple[Entry, Tensor]]:
+def whole_tensors(
+    checkpoint: Checkpoint, *, trust: bool = False, wanted: Callable[[Entry], bool] = lambda entry: True
+) -> Iterator[tuple[Entry, Tensor]]:
     """Every tensor of the model and of the optimizer, whole, one at a time.
 
-    trust: read files that could run code.
+    trust: read files that could run code.   wanted: which of them.
     """
     reader = Reader(checkpoint.place, trust=trust)
     for entry in usable_manifest(checkpoint).entries:
-        if entry.dtype != OBJECT:
+        if entry.dtype != OBJECT and wanted(entry):
             yield entry, _whole(reader, entry)
 
 

@@ -13,9 +13,6 @@ from typing import Any, Final, NoReturn
 from shardwright.errors import NotBuiltError
 
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
-    "reading the original's checkpoints of sharded data parallelism is missing; model.state_dict() is whole": (
-        "sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint",
-    ),
     "dumping and comparing models for debugging is missing": (
         "debugging.dump_model",
         "debugging.verify",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from shardwright.checkpoint.merge_shards import get_full_state_dict_from_sharded_data_parallel_checkpoint
 from shardwright.engine.full_sharding import get_buffer_names, get_param_shapes
-from shardwright.torch import _not_built
 
 __all__ = [
     "get_buffer_names",
     "get_full_state_dict_from_sharded_data_parallel_checkpoint",
     "get_param_shapes",
 ]
-
-get_full_state_dict_from_sharded_data_parallel_checkpoint = _not_built.function(
-    "sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint"
-)

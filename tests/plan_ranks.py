@@ -51,7 +51,8 @@ def train(optimizer: str, checkpointing: bool = False, as_view: bool = False) ->
     model = smp.DistributedModel(module, gradient_as_bucket_view=as_view)
     del module  # what was replaced in it would stay
     if checkpointing:
-        smp.set_activation_checkpointing(model.module.transformer.h)  # type: ignore[operator]
+        transformer: Any = model.module.transformer
+        smp.set_activation_checkpointing(transformer.h if hasattr(transformer, "h") else transformer.seq_layers)
     made = optimizer_class(optimizer)(model.parameters(), **OPTIONS[optimizer])
     wrapped = smp.DistributedOptimizer(made)
     ids = tokens(SAMPLES * context.world().config.microbatches)

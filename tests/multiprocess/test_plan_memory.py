@@ -47,6 +47,13 @@ CASES: dict[str, tuple[int, dict[str, Any], str, dict[str, bool], tuple[float, f
         {"checkpointing": True},
         CLOSE,
     ),
+    "recomputed, tp 2": (
+        2,
+        {"tensor_parallel_degree": 2, "ddp": True, "microbatches": 2},
+        "AdamW",
+        {"checkpointing": True},
+        CLOSE,
+    ),
     "sharded state": (2, {"ddp": True, "shard_optimizer_state": True}, "AdamW", {}, CLOSE),
     "sharded state, microbatches": (
         2,

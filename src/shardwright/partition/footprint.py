@@ -37,17 +37,19 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Border:
-    """What crosses if a stage begins here, and how much of it the modules before keep for their backward anyway."""
+    """What crosses if a stage begins here, how much of it the modules before keep for their backward anyway, and how much
+    no module at all keeps."""
 
     crossing_bytes: int
     kept_bytes: int
+    unsaved_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Footprint:
     """One microbatch of a model.
 
-    forward, backward: with autograd.   light: forward without.   borders: by module, at its first call.
+    forward, backward: with autograd.   light: forward that keeps nothing for it.   borders: by module, at its first call.
     """
 
     forward: tuple[Stretch, ...]
@@ -77,7 +79,10 @@ class Footprint:
                 end_bytes=fixed + times * (one.end_bytes - fixed),
             )
 
-        borders = {n: Border(times * b.crossing_bytes, times * b.kept_bytes) for n, b in self.borders.items()}
+        borders = {
+            name: Border(times * border.crossing_bytes, times * border.kept_bytes, times * border.unsaved_bytes)
+            for name, border in self.borders.items()
+        }
         forward, light, backward = (tuple(map(stretch, part)) for part in (self.forward, self.light, self.backward))
         return Footprint(forward, light, backward, borders)
 
@@ -193,7 +198,10 @@ class _Play:
             if isinstance(stretch, str):
                 for inner in light.get(stretch, ()):
                     most = max(most, live + inner.peak_bytes)
-                    live += inner.end_bytes  # its inputs are its caller's, who lets go of them elsewhere
+                    live += inner.end_bytes
+                border = self._footprint.borders.get(stretch)
+                if border is not None:  # its caller was seen to let go of inputs that nobody keeps; now they are kept
+                    live += border.unsaved_bytes
                 continue
             if waiting is None and stretch.running == last_entry:
                 waiting = live - self._inputs(stretch.running)

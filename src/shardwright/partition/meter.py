@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ Loss = Callable[[Any], Tensor]
 def measure(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None
 ) -> Footprint:
-    """Run one microbatch on fake tensors, and a forward without autograd, and return what they held.
+    """Run one microbatch on fake tensors, and a forward that keeps nothing, and return what they held.
 
     loss: from the model's output to the number to minimise. Without it, the output's own `loss` if there is one, else
     the mean of its first floating tensor.
@@ -44,8 +44,9 @@ def measure(
             del value
         backward = heavy.finish(module)
         del output
-    with on_fake_tensors(module, args, kwargs) as (fake_args, fake_kwargs), torch.no_grad():
-        plain = _Meter(names, [*module.parameters(), *module.buffers()], (fake_args, fake_kwargs))
+    with on_fake_tensors(module, args, kwargs) as (fake_args, fake_kwargs):
+        present = [*module.parameters(), *module.buffers()]
+        plain = _Meter(names, present, (fake_args, fake_kwargs), keeps=False)
         with plain.watching(module):
             output = module(*fake_args, **fake_kwargs)
             plain.turn()
@@ -91,10 +92,14 @@ class _Storage:
 
 
 class _Meter(TorchDispatchMode):
-    """Protocol: `with meter.watching(module)`: forward, `turn`, backward; then `finish`."""
+    """Protocol: `with meter.watching(module)`: forward, `turn`, backward; then `finish`.
 
-    def __init__(self, names: dict[int, str], present: list[Tensor], inputs: Any) -> None:
+    keeps: False drops what autograd saves, as activation checkpointing does; there is no backward then.
+    """
+
+    def __init__(self, names: dict[int, str], present: list[Tensor], inputs: Any, *, keeps: bool = True) -> None:
         super().__init__()
+        self._keeps = keeps
         self._names = names
         self._computed = {storage_key(tensor) for tensor in present}
         self._present = self._computed | {
@@ -121,8 +126,8 @@ class _Meter(TorchDispatchMode):
                 if name is not None:
                     handles.append(found.register_forward_pre_hook(self._enter(name), prepend=True))
                     handles.append(found.register_forward_hook(self._leave(name), always_call=True))
-            saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            with saving if torch.is_grad_enabled() else nullcontext(), self:
+            pack = self._pack if self._keeps else _nothing
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), self:
                 yield
         finally:
             for handle in handles:
@@ -153,7 +158,8 @@ class _Meter(TorchDispatchMode):
         for name, time in self._first_calls.items():
             crossing = [s for s in forward if s.made < time <= s.read]
             kept = sum(s.nbytes for s in crossing if s.saved is not None and s.saved < time)
-            found[name] = Border(sum(s.nbytes for s in crossing), kept)
+            unsaved = sum(s.nbytes for s in crossing if s.saved is None)
+            found[name] = Border(sum(s.nbytes for s in crossing), kept, unsaved)
         return found
 
     def __torch_dispatch__(
@@ -242,3 +248,7 @@ class _Meter(TorchDispatchMode):
             self._close()
             self._begin(running, home)
         return tensor
+
+
+def _nothing(tensor: Tensor) -> None:
+    """In place of what autograd would save."""

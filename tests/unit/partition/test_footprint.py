@@ -152,6 +152,13 @@ def test_played_on_two_stages() -> None:
     assert (second.kept_bytes, second.forward_bytes) == (10 + 50, 10 + 90)
 
 
+def test_inputs_that_only_recomputation_keeps() -> None:
+    made = Footprint(MADE.forward, MADE.light, MADE.backward, {"a": Border(0, 0), "b": Border(10, 0, 10)})
+    with_saved = peaks(MADE, checkpointed=["b"])
+    assert (with_saved.kept_bytes, with_saved.checkpoint_bytes) == (60, 10)  # what `a` left holds its input
+    assert peaks(made, checkpointed=["b"]).kept_bytes == 60 + 10
+
+
 def test_reduction_under_way() -> None:
     assert peaks(MADE, transit_bytes=1000).first_backward_bytes == 110 - 30 + 45 + 2 * (20 + 30)
     assert peaks(MADE, transit_bytes=5).first_backward_bytes == 110 + 70 + 5

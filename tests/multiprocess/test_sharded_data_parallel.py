@@ -379,6 +379,64 @@ def test_a_parameter_that_another_module_uses(pool2: RankPool) -> None:
             torch.testing.assert_close(run[name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_a_parameter_used_elsewhere_without_saying_so(pool2: RankPool) -> None:
+    with pytest.raises(RankFailure) as caught:
+        pool2.run(use_elsewhere, False, config=config(2))
+    for text in caught.value.tracebacks.values():
+        assert "call smp.register_parameter(module that uses it, parameter) before smp.DistributedModel" in text
+
+
+class Failing(nn.Module):
+    """Raises when told to, between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 7) for _ in range(3)])
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            if self.fail:
+                raise ValueError("told to")
+        return x
+
+
+def fail_and_go_on() -> dict[str, Tensor]:
+    """A step that raises on all ranks leaves nothing behind; parameters are frozen and unfrozen between steps."""
+    model = smp.DistributedModel(seeded(Failing))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = model.get_module()
+    for step in range(4):
+        plain.fail = True
+        with pytest.raises(ValueError, match="told to"):
+            train_step(model, batch(step, smp.dp_rank()))
+        plain.fail = False
+        for parameter in plain.blocks[1].parameters():
+            parameter.requires_grad_(step != 1)
+        optimizer.zero_grad()
+        train_step(model, batch(step, smp.dp_rank()))
+        optimizer.step()
+    return model.state_dict()  # type: ignore[no-any-return]
+
+
+def test_after_an_error_and_with_frozen_blocks(pool2: RankPool) -> None:
+    runs = pool2.run(fail_and_go_on, config=config(2, 2))
+    model = seeded(Failing)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for parameter in model.blocks[1].parameters():  # type: ignore[union-attr, index]
+            parameter.requires_grad_(step != 1)
+        for replica in range(2):
+            for x in batch(step, replica).chunk(2):
+                (model(x).square().mean() / 4).backward()
+        optimizer.step()
+    for run in runs:
+        for name, weight in model.named_parameters():
+            torch.testing.assert_close(run[name], weight.detach(), rtol=1e-5, atol=1e-6)
+
+
 # ------------------------------------------------------------------ refusals
 
 

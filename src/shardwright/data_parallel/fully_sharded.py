@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -179,6 +180,25 @@ class FullySharded:
         from shardwright.data_parallel import sharded_parameter
 
         sharded_parameter.refresh(list(self.parameters.values()))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the model's forward. Without gradients nothing stays gathered afterwards.
+
+        Raises: UsageError, with what to do, where a forward meets a parameter that isn't gathered.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise UsageError(
+                "a forward uses a parameter of a block outside of that block's own forward, where it isn't gathered",
+                where=context.world().describe(),
+                remedy="call smp.register_parameter(module that uses it, parameter) before smp.DistributedModel",
+            ) from error
+        if not torch.is_grad_enabled():
+            self.reshard()
 
     def reshard(self) -> None:
         """Let go of whatever is gathered. Called by: any rank by itself, outside of forward and backward."""

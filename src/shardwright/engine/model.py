@@ -148,10 +148,10 @@ class DistributedModel(PartAccessors, ModuleManners):
         elif not self._part.settled:
             with native(), context.own_view():
                 self._partition(args, kwargs)
-        result = self.module(*args, **kwargs)
-        if self._fully_sharded is not None and not torch.is_grad_enabled():
-            self._fully_sharded.reshard()
-        return result
+        if self._fully_sharded is not None:
+            with self._fully_sharded.forward():
+                return self.module(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def backward(
         self,

@@ -122,14 +122,14 @@ def fully_sharded(*, reshard: bool) -> Callable[[argparse.Namespace], RankResult
     return run
 
 
-def shardwright(*, sharded: bool, views: bool = False) -> Callable[[argparse.Namespace], RankResult]:
+def shardwright(views: bool = False, **settings: Any) -> Callable[[argparse.Namespace], RankResult]:
     """Ours, in a step function."""
 
     def run(args: argparse.Namespace) -> RankResult:
         import shardwright.torch as smp
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        smp.init({"ddp": True, "shard_optimizer_state": sharded})
+        smp.init({"ddp": True, "sdp_gradient_clipping": 0, **settings})
         wrapped = smp.DistributedModel(nn.Sequential(*gpt.layers(Sizes.of(args))), gradient_as_bucket_view=views)
         optimizer = smp.DistributedOptimizer(gpt.adamw(wrapped))
 
@@ -150,9 +150,10 @@ ROWS = {
     "DDP, ZeroRedundancyOptimizer": Row(RANKS, 1, zero_redundancy),
     "fully_shard": Row(RANKS, 1, fully_sharded(reshard=True)),
     "fully_shard, no reshard": Row(RANKS, 1, fully_sharded(reshard=False)),
-    "shardwright": Row(RANKS, 1, shardwright(sharded=False)),
-    "shardwright, bucket views": Row(RANKS, 1, shardwright(sharded=False, views=True)),
-    "shardwright, sharded state": Row(RANKS, 1, shardwright(sharded=True)),
+    "shardwright": Row(RANKS, 1, shardwright()),
+    "shardwright, bucket views": Row(RANKS, 1, shardwright(views=True)),
+    "shardwright, sharded state": Row(RANKS, 1, shardwright(shard_optimizer_state=True)),
+    "shardwright, sharded parameters": Row(RANKS, 1, shardwright(sharded_data_parallel_degree=RANKS)),
 }
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import models
+import reference
 import shardwright.torch as smp
 from harness import RankPool
 from sdp_ranks import config
@@ -88,5 +90,44 @@ def test_a_checkpoint_without_sharding_is_taken_over(pool2: RankPool, pool4: Ran
     plain = {**config(1, 2), "shard_optimizer_state": True}
     whole = pool2.run(uninterrupted, path, True, config=plain)[0]
     for run in pool4.run(resumed, path, True, config=config(2, 2)):
+        for name, weight in whole.items():
+            torch.testing.assert_close(run[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def sliced(path: str, resume: bool) -> dict[str, Tensor]:
+    """A GPT-2 in tp slices; four steps, saved or resumed after two."""
+    plain, make_batch, loss_of = models.make("gpt2", seed=5 if resume else 0)
+    smp.set_tensor_parallelism(plain, True)
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
+
+    @smp.step
+    def gpt_step(model: Any, batch: models.Batch) -> Tensor:
+        loss = loss_of(model, batch)
+        model.backward(loss)
+        return loss
+
+    for step in range(4):
+        if step == 2 and not resume:
+            smp.save_checkpoint(path, "two", model=model, optimizer=optimizer)
+        elif step == 2:
+            smp.resume_from_checkpoint(path, "two")
+        elif resume:
+            continue
+        optimizer.zero_grad()
+        gpt_step(model, make_batch(step, 8))
+        optimizer.step()
+    return model.state_dict()  # type: ignore[no-any-return]
+
+
+@pytest.mark.heavy
+def test_shards_of_slices(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    tensor_parallel = {"tensor_parallel_degree": 2, "prescaled_batch": True}
+    whole = pool4.run(sliced, str(tmp_path), False, config=config(2, 2, **tensor_parallel), timeout_s=120)[0]
+    names = {p.name for p in (tmp_path / "two_partial").glob("optimizer_*")}
+    assert names == {f"optimizer_{tp}_{shard}.pt" for tp in range(2) for shard in range(2)}
+    for run in pool4.run(sliced, str(tmp_path), True, config=config(2, 2, **tensor_parallel), timeout_s=120):
+        assert all(torch.equal(run[name], weight) for name, weight in whole.items())
+    for run in pool2.run(sliced, str(tmp_path), True, config=config(1, 2, **tensor_parallel), timeout_s=120):
         for name, weight in whole.items():
             torch.testing.assert_close(run[name], weight, rtol=1e-5, atol=1e-6)

@@ -112,7 +112,7 @@ def sliced(path: str, resume: bool) -> dict[str, Tensor]:
             smp.save_checkpoint(path, "two", model=model, optimizer=optimizer)
         elif step == 2:
             smp.resume_from_checkpoint(path, "two")
-        elif resume:
+        elif resume and step < 2:
             continue
         optimizer.zero_grad()
         gpt_step(model, make_batch(step, 8))

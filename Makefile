@@ -59,11 +59,12 @@ lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining, DTensor and data parallelism
+bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining, DTensor, data parallelism and checkpoints
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/unit_overhead.py
 	$(BIN)/python benchmarks/tensor.py
 	$(BIN)/python benchmarks/data_parallel.py
+	$(BIN)/python benchmarks/checkpoint.py --gb 0.2
 
 readme: $(STAMP) ## Run the commands of README and of documents that have some, in fresh folders
 	$(BIN)/python tests/readme_commands.py README.md docs/precision.md docs/planning.md

@@ -26,12 +26,14 @@ Trust = Annotated[bool, typer.Option("--trust", help="Read files that could run 
 def register(app: typer.Typer) -> None:
     """Add this file's commands to the command line."""
     ckpt = typer.Typer(help="Look at checkpoints, verify, compare, export and prune them.", no_args_is_help=True)
+    from shardwright.cli import conversion
+
     for name, function in (
         ("ls", list_all),
         ("show", show),
         ("verify", verify),
         ("diff", diff),
-        ("export", export),
+        ("export", conversion.export),
         ("prune", prune),
     ):
         ckpt.command(name)(function)
@@ -150,35 +152,6 @@ def diff(
         typer.echo("no difference")
     if found:
         raise typer.Exit(1)
-
-
-def export(
-    path: Root,
-    out: Annotated[Path, typer.Argument(help="A new file: .safetensors, or any other name for torch.save.")],
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint; the one in 'newest' by default.")] = None,
-    trust: Trust = False,
-) -> None:
-    """Write the whole model of a checkpoint into one file, in the names that it has there."""
-    import torch
-
-    from shardwright.checkpoint.inspection import find, whole_tensors
-
-    if out.exists():
-        raise UsageError(f"{out} exists", remedy="give the name of a new file")
-    checkpoint = find(path, tag)
-    content = {entry.name: tensor for entry, tensor in whole_tensors(checkpoint, trust=trust) if entry.role == "model"}
-    temporary = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
-    try:
-        if out.suffix == ".safetensors":
-            from safetensors.torch import save_file
-
-            save_file(content, temporary, metadata={"format": "pt"})
-        else:
-            torch.save(content, temporary)
-        temporary.rename(out)
-    finally:
-        temporary.unlink(missing_ok=True)
-    typer.echo(f"{len(content)} tensors of {checkpoint.name} written to {out}, {_size(out.stat().st_size)}")
 
 
 def prune(

@@ -1,0 +1,1 @@
+"""Checkpoints to and from the forms of others, without a job. No process group."""

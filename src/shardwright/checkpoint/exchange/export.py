@@ -1,0 +1,128 @@
+"""Writing a checkpoint in the form of somebody else: a file of torch or safetensors, or a DCP folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint import layout, safe_loading, state
+from shardwright.checkpoint.exchange import dcp
+from shardwright.checkpoint.exchange.source import Source, dtype_of, path_of
+from shardwright.checkpoint.manifest import OBJECT, Entry
+from shardwright.checkpoint.storage import local
+from shardwright.errors import UsageError
+
+Advance = Callable[[int], None]
+
+
+def to_torch(source: Source, out: Path, *, with_optimizer: bool, advance: Advance) -> int:
+    """One file for torch.load: the state dict, or with the optimizer {"model": ..., "optimizer": ...}.
+
+    The optimizer is in torch's form with names of parameters beside their indices. Returns: number of tensors.
+    """
+    model = {entry.name: _read(source, entry, advance) for entry in source.entries("model")}
+    content: dict[str, Any] = model
+    if with_optimizer:
+        content = {"model": model, "optimizer": _indexed(_optimizer(source, lambda e: _read(source, e, advance)))}
+    _publish(out, lambda path: safe_loading.write_file(path, content, trust=source.trust, name=out.name))
+    return len(model)
+
+
+def to_safetensors(source: Source, out: Path, *, with_optimizer: bool, advance: Advance) -> int:
+    """One safetensors file with the tensors of the model. Tied ones are written once for each name. Returns: how many."""
+    from safetensors.torch import save_file
+
+    if with_optimizer:
+        raise UsageError(
+            "a safetensors file holds tensors only, and optimizer state is more", remedy="--format dcp or torch"
+        )
+    tensors = [entry for entry in source.entries("model") if entry.dtype != OBJECT]
+    content = {entry.name: _read(source, entry, advance).clone() for entry in tensors}
+    _publish(out, lambda path: save_file(content, path, metadata={"format": "pt"}))
+    return len(content)
+
+
+def to_dcp(source: Source, out: Path, *, with_optimizer: bool, advance: Advance) -> int:
+    """A folder for torch.distributed.checkpoint.load, see `dcp`; tensors are held one at a time. Returns: number of tensors
+    of the model.
+    """
+
+    def later(entry: Entry) -> Any:
+        if entry.dtype == OBJECT:
+            return source.whole(entry)
+        return dcp.Later(entry.shape, dtype_of(entry), lambda: _read(source, entry, advance))
+
+    model = {entry.name: later(entry) for entry in source.entries("model")}
+    content: dict[str, Any] = {dcp.MODEL: model}
+    if with_optimizer:
+        content[dcp.OPTIMIZER] = _optimizer(source, later)
+    _publish(out, lambda path: dcp.write(path, content))
+    return len(model)
+
+
+FORMATS: dict[str, Callable[..., int]] = {"torch": to_torch, "safetensors": to_safetensors, "dcp": to_dcp}
+
+
+def num_bytes(source: Source, *, with_optimizer: bool) -> int:
+    """Bytes of all tensors that are to be written."""
+    roles = ("model", "optimizer", "fp16_states") if with_optimizer else ("model",)
+    chosen = (e for e in source.manifest.entries if e.role in roles and e.dtype != OBJECT)
+    return sum(math.prod(e.shape) * dtype_of(e).itemsize for e in chosen)
+
+
+def _read(source: Source, entry: Entry, advance: Advance) -> Any:
+    value = source.whole(entry)
+    if isinstance(value, torch.Tensor):
+        advance(value.numel() * value.element_size())
+    return value
+
+
+def _optimizer(source: Source, value_of: Callable[[Entry], Any]) -> dict[str, Any]:
+    """State and groups by names of parameters; fp32 masters as one more value of their parameter, the scaler beside it."""
+    groups = [
+        {**options, "params": list(names)}
+        for options, names in zip(source.groups(), source.manifest.param_groups, strict=True)
+    ]
+    states: dict[str, dict[Any, Any]] = {}
+    for role in ("optimizer", "fp16_states"):
+        for entry in source.entries(role):
+            put(states.setdefault(entry.name, {}), path_of(entry), value_of(entry))
+    return {"state": states, "param_groups": groups, **source.scaler()}
+
+
+def put(values: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Set a value inside nested dicts."""
+    for step in path[:-1]:
+        values = values.setdefault(step, {})
+    values[path[-1]] = value
+
+
+def _indexed(named: Mapping[str, Any]) -> dict[str, Any]:
+    """torch's form: indices over all groups in place of names, which each group lists under "param_names"."""
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    index = {name: number for number, name in enumerate(names)}
+    groups = [
+        {**group, "params": [index[n] for n in group["params"]], state.PARAM_NAMES: group["params"]}
+        for group in named["param_groups"]
+    ]
+    return {**named, "state": {index[n]: values for n, values in named["state"].items()}, "param_groups": groups}
+
+
+def _publish(out: Path, write: Callable[[Path], Any]) -> None:
+    """Write under another name and give the file or folder its own when it is whole."""
+    unique = uuid.uuid4().hex
+    temporary = out.parent / layout.saving_folder(out.name, unique)
+    try:
+        write(temporary)
+        os.rename(temporary, out)
+    finally:
+        if temporary.is_dir():
+            local.discard(temporary)
+        temporary.unlink(missing_ok=True)
+    local.fsync_folder(out.parent)

@@ -1,0 +1,96 @@
+"""One checkpoint of ours, partial or full, as whole tensors and settings that are read when they are wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint import plan, state
+from shardwright.checkpoint.inspection import Checkpoint, usable_manifest
+from shardwright.checkpoint.manifest import OBJECT, Entry, Manifest
+from shardwright.checkpoint.reader import Reader
+from shardwright.errors import CheckpointError
+
+SCALER_IS_NOT = ("state", "param_groups", state.PARAM_NAMES, state.SPANS, state.MASTER, state.PARTIAL_MARK)
+
+
+class Source:
+    """What is in a checkpoint.
+
+    manifest: its own; of a full checkpoint with entries for the optimizer too, which is one file there.
+    trust: read files that could run code.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, trust: bool) -> None:
+        self.checkpoint = checkpoint
+        self.trust = trust
+        self.reader = Reader(checkpoint.place, trust=trust)
+        self.manifest = usable_manifest(checkpoint)
+        if checkpoint.kind == "full" and (file := self._file("optimizer")) is not None:
+            self.manifest = _with_optimizer(self.manifest, file, self.reader.value(file, ()))
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Was an optimizer saved?"""
+        return self._file("optimizer") is not None
+
+    def entries(self, role: str) -> Iterator[Entry]:
+        """Of one role, in the order in which they were saved."""
+        return (entry for entry in self.manifest.entries if entry.role == role)
+
+    def whole(self, entry: Entry) -> Any:
+        """The tensor (mapped where one file has all of it), or the value that isn't one."""
+        if entry.dtype == OBJECT or (entry.slices[0].shape == entry.shape and entry.slices[0].span is None):
+            return self.reader.at(entry.slices[0])
+        zeros = (0,) * len(entry.shape)
+        return self.part(entry, zeros, entry.shape)
+
+    def part(self, entry: Entry, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """A box of a tensor, in memory of its own."""
+        made = torch.empty(shape, dtype=dtype_of(entry))
+        self.reader.fill(made, offset, plan.plan(entry, [plan.box_of(offset, shape)]))
+        return made
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The settings of each parameter group, without its parameters. Raises: CheckpointError without an optimizer."""
+        file = self._file("optimizer")
+        if file is None:
+            raise CheckpointError(f"{self.checkpoint.name} holds no optimizer: it was saved with optimizer=None")
+        known = ("params", state.PARAM_NAMES)
+        return [{k: v for k, v in group.items() if k not in known} for group in self.reader.value(file, ("param_groups",))]
+
+    def scaler(self) -> dict[str, Any]:
+        """Plain values of the loss scaler; {} in full precision."""
+        file = self._file("fp16_states") or (self._file("optimizer") if self.checkpoint.kind == "full" else None)
+        content = {} if file is None else self.reader.value(file, ())
+        return {key: value for key, value in content.items() if key not in SCALER_IS_NOT}
+
+    def user_content(self) -> Any:
+        """What resume gives back."""
+        file = self._file("user_content")
+        return {} if file is None else self.reader.value(file, ())
+
+    def _file(self, role: str) -> str | None:
+        """The first file of a role."""
+        return next((name for name, record in self.manifest.files.items() if record.role == role), None)
+
+
+def dtype_of(entry: Entry) -> torch.dtype:
+    """The dtype of a tensor."""
+    found: torch.dtype = getattr(torch, entry.dtype)
+    return found
+
+
+def path_of(entry: Entry) -> tuple[str | int, ...]:
+    """Where a value lies in the state of its parameter: keys of nested dicts."""
+    return entry.slices[0].key[2:]
+
+
+def _with_optimizer(manifest: Manifest, file: str, content: dict[str, Any]) -> Manifest:
+    found = state.optimizer_entries("optimizer", file, content["state"], content[state.PARAM_NAMES], ())
+    roles = [dataclasses.replace(e, role="fp16_states") if e.state == state.MASTER else e for e in found]
+    return dataclasses.replace(manifest, entries=(*manifest.entries, *roles))

@@ -93,6 +93,7 @@ def test_a_world_of_one(path: Path) -> None:
 
 
 def test_every_rank_gets_its_own_random_state_back(pool4: RankPool, path: Path) -> None:
+    """FF-27."""
     results = run(pool4, ranks.random_streams, str(path), config=TWO_BY_TWO)
     assert all(straight == resumed for straight, resumed in results)
     assert len({tuple(straight) for straight, _ in results}) == 4
@@ -168,6 +169,7 @@ def test_user_content_may_be_absent_or_an_empty_file(pool2: RankPool, path: Path
 def test_killed_at_any_moment_the_named_checkpoint_loads(
     pool2: RankPool, path: Path, tag: str, rank: int, moment: str, then: str
 ) -> None:
+    """FF-20 a; more moments in `test_checkpoint_chaos`."""
     run(pool2, ranks.train_and_save, str(path), config=TWO_STAGES)
     with pytest.raises(RankFailure):
         run_ranks(2, ranks.die_while_saving, str(path), tag, rank, moment, config=TWO_STAGES, timeout_s=60)
@@ -193,6 +195,7 @@ def test_killed_at_any_moment_the_named_checkpoint_loads(
 def test_a_failing_disk_is_told_to_every_rank(
     pool2: RankPool, path: Path, rank: int, name: str, code: int
 ) -> None:
+    """FF-20 b, c where mounting is not allowed."""
     run(pool2, ranks.train_and_save, str(path), config=TWO_STAGES)
     results = run(pool2, ranks.save_with_failing_disk, str(path), rank, name, code, config=TWO_STAGES)
     kind, text = same_on_all([first for first, _, _ in results])
@@ -227,6 +230,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_really_full_disk(pool2: RankPool, small_disk: Path) -> None:
+    """FF-20 b."""
     run(pool2, ranks.train_and_save, str(small_disk), config=TWO_STAGES)
     filler = small_disk / "filler"
     free = os.statvfs(small_disk)
@@ -242,6 +246,7 @@ def test_a_really_full_disk(pool2: RankPool, small_disk: Path) -> None:
 
 
 def test_a_read_only_disk(pool2: RankPool, small_disk: Path) -> None:
+    """FF-20 c."""
     run(pool2, ranks.train_and_save, str(small_disk), config=TWO_STAGES)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     _, text = same_on_all(run(pool2, ranks.save_error, str(small_disk), "step_3", config=TWO_STAGES))
@@ -271,7 +276,8 @@ def test_the_leftover_of_an_interrupted_save_is_replaced(pool4: RankPool, path: 
     assert len(run(pool4, ranks.resume_and_train, str(path), tag="step_4", config=TWO_BY_TWO)) == 4
 
 
-def test_rotation_has_one_deleter_and_never_a_gap(pool4: RankPool, path: Path) -> None:
+@pytest.mark.parametrize("num_saves", [12, pytest.param(50, marks=pytest.mark.heavy)])
+def test_rotation_has_one_deleter_and_never_a_gap(pool4: RankPool, path: Path, num_saves: int) -> None:
     """FF-22."""
     path.mkdir()
     gaps: list[str] = []
@@ -293,14 +299,15 @@ def test_rotation_has_one_deleter_and_never_a_gap(pool4: RankPool, path: Path) -
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        run(pool4, ranks.save_again_and_again, str(path), 12, config=TWO_BY_TWO)
+        run(pool4, ranks.save_again_and_again, str(path), num_saves, config=TWO_BY_TWO)
     finally:
         stop.set()
         watcher.join()
     assert gaps == []
-    assert checkpoints(path) == ["s11_partial"]
-    assert sorted(os.listdir(path)) == ["newest", "s11_partial"]
-    assert integrity.verify(path / "s11_partial") == []
+    last = f"s{num_saves - 1}_partial"
+    assert sorted(os.listdir(path)) == ["newest", last]
+    assert newest(path) == last
+    assert integrity.verify(path / last) == []
 
 
 def test_kept_checkpoints(pool2: RankPool, path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import models
+import reference
 import shardwright.torch as smp
 from any_layout import SAVED_AT, STEPS, Layout, config, expected, layout_name, pool_of, train, whole_masters, wrap
 from harness import RankPool
@@ -59,6 +60,45 @@ def test_training_goes_on_in_another_layout(
         assert loss == pytest.approx(truth, rel=1e-5)
     for loss in pool_of(request, after).run(go_on, str(tmp_path), config=config(after), timeout_s=120):
         assert loss == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("partial", [True, False])
+def test_replicas_become_slices(pool4: RankPool, tmp_path: Path, partial: bool) -> None:
+    """FF-17: pp 2 x dp 2 to pp 2 x tp 2. A script marks its modules whatever the degrees."""
+    truth = expected()[SAVED_AT:]
+    pool4.run(save_marked, str(tmp_path), partial, True, config=config((2, 1, 2)), timeout_s=120)
+    for loss in pool4.run(go_on_marked, str(tmp_path), partial, config=config((2, 2, 1)), timeout_s=120):
+        assert loss == pytest.approx(truth, rel=1e-4)
+    pool4.run(save_marked, str(tmp_path), partial, False, config=config((2, 1, 2)), timeout_s=120)
+    for reason in pool4.run(refuse_marked, str(tmp_path), partial, config=config((2, 2, 1)), timeout_s=120):
+        assert "mark the same modules for tensor parallelism" in reason
+
+
+def wrap_marked(seed: int, marked: bool = True) -> tuple[Any, Any, Any]:
+    made = models.make("gpt2", seed=seed)
+    smp.set_tensor_parallelism(made.model, marked)
+    model = smp.DistributedModel(made.model)
+    return made, model, smp.DistributedOptimizer(reference.adamw(list(model.parameters())))
+
+
+def save_marked(path: str, partial: bool, marked: bool) -> None:
+    made, model, optimizer = wrap_marked(0, marked)
+    train(made, model, optimizer, 0, SAVED_AT)
+    smp.save_checkpoint(path, "mid", partial=partial, model=model, optimizer=optimizer, user_content={"step": SAVED_AT})
+
+
+def go_on_marked(path: str, partial: bool) -> list[float]:
+    made, model, optimizer = wrap_marked(1)
+    content = smp.resume_from_checkpoint(path, partial=partial)
+    return train(made, model, optimizer, content["step"], STEPS)
+
+
+def refuse_marked(path: str, partial: bool) -> str:
+    wrap_marked(1)
+    with pytest.raises(CheckpointError) as caught:
+        smp.resume_from_checkpoint(path, partial=partial)
+    return str(caught.value)
 
 
 def test_tensor_parallel_slices_are_joined_and_cut_again(

@@ -187,7 +187,7 @@ def detached(content: dict[str, Any]) -> dict[str, Any]:
 HALF = {"fp16", "tied bf16"}
 
 
-def straight(name: str, path: str) -> tuple[list[Any], dict[str, Any]]:
+def straight(name: str, path: str, partial: bool = True) -> tuple[list[Any], dict[str, Any]]:
     """Two steps, a save, two more steps."""
     random.seed(smp.rank())
     np.random.seed(smp.rank())
@@ -195,14 +195,14 @@ def straight(name: str, path: str) -> tuple[list[Any], dict[str, Any]]:
     start = {n: p.detach().clone() for n, p in model.get_module().named_parameters() if not p.requires_grad}
     go(model, optimizer, 0, 2)
     content = {"step": 2, "numbers": np.arange(3), "nested": [{"a": (1, None)}], "tensor": torch.ones(2)}
-    smp.save_checkpoint(path, "two", True, model, optimizer, user_content=content)
+    smp.save_checkpoint(path, "two", partial, model, optimizer, user_content=content)
     seen = go(model, optimizer, 2, 2)
     held = dict(model.local_named_parameters())
     assert all(same(held[n].detach(), v) for n, v in start.items() if n in held and smp.dp_rank() == 0)
     return seen, detached(everything(model, optimizer))
 
 
-def resumed(name: str, path: str) -> tuple[list[Any], dict[str, Any]]:
+def resumed(name: str, path: str, partial: bool = True) -> tuple[list[Any], dict[str, Any]]:
     """Resume, and the same two steps."""
     random.seed(77)
     model, optimizer = build(name, seed=99)
@@ -210,12 +210,12 @@ def resumed(name: str, path: str) -> tuple[list[Any], dict[str, Any]]:
         ranks.cut(model, 1)
     seen: list[Any] = []
     model.register_post_partition_hook(lambda m, o: seen.append(len(o.state)))
-    content = smp.resume_from_checkpoint(path)
+    content = smp.resume_from_checkpoint(path, partial=partial)
     assert content["step"] == 2
     assert content["nested"] == [{"a": (1, None)}]
     assert same(content["tensor"], torch.ones(2))
     assert (content["numbers"] == np.arange(3)).all()
-    if smp.pp_size() > 1:
+    if partial and smp.pp_size() > 1:
         with pytest.raises(PartitionError, match="comes from a checkpoint"):
             smp.set_partition(next(model.get_module().children()), 0)
     results = go(model, optimizer, 2, 2)
@@ -254,6 +254,7 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_training_goes_on(request: pytest.FixtureRequest, tmp_path: Path, layout: str, name: str) -> None:
+    """FF-15, FF-27, FF-28, FF-29 and FF-32 at the same layout."""
     pool_name, config = LAYOUTS[layout]
     pool: RankPool = request.getfixturevalue(pool_name)
     config = {**config, **dict(VARIANTS[name].changes)}
@@ -275,6 +276,20 @@ def test_training_goes_on(request: pytest.FixtureRequest, tmp_path: Path, layout
     names = VARIANTS[name].build().state_dict().keys()
     assert (saved[0].keys() | saved[1].keys()) - {"_smp_is_partial"} == names
     assert saved[0].keys() & saved[1].keys() == {"_smp_is_partial"}
+
+
+def test_buffers_of_full_checkpoints(pool4: RankPool, tmp_path: Path) -> None:
+    """FF-32: every persistent buffer is in the file, the others are not; replicas go on with the same values."""
+    whole = pool4.run(straight, "buffers", str(tmp_path), False, config=TWO_BY_TWO)
+    names = SharedBuffers().state_dict().keys()
+    saved = torch.load(tmp_path / "two", weights_only=True)
+    assert saved.keys() == names
+    assert not any("unsaved" in name for name in names)
+    assert [int(saved[f"blocks.{i}.count"]) for i in range(4)] == [4] * 4  # two steps of two microbatches
+    again = pool4.run(resumed, "buffers", str(tmp_path), False, config=TWO_BY_TWO)
+    for one, other in zip(whole, again, strict=True):
+        assert same(one[0][0::6], other[0][0::6])  # the losses; random streams are the script's own business here
+        assert same(one[1], other[1])
 
 
 @pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if not v.changes])

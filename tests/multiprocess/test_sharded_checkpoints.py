@@ -85,6 +85,24 @@ def test_checkpoints(pool2: RankPool, pool4: RankPool, tmp_path: Path, partial: 
 
 
 @pytest.mark.heavy
+def test_sizes_that_fill_no_rank_go_from_four_ranks_to_three_and_one(pool4: RankPool, tmp_path: Path) -> None:
+    """FF-16: whole models' shards, and shards of the optimizer's state alone."""
+    alone = {"shard_optimizer_state": True}
+    kinds = {"shards": config(4, 2), "state": {**config(1, 2), **alone}}
+    cases = [(kind, partial, str(tmp_path / f"{kind}-{partial}")) for kind in kinds for partial in (True, False)]
+    whole = {path: pool4.run(uninterrupted, path, partial, config=kinds[kind])[0] for kind, partial, path in cases}
+    for num, afters in ((4, kinds.values()), (3, [config(3, 2), {**config(1, 2), **alone}]), (1, [config(1, 2)])):
+        with RankPool(num) as pool:
+            for _, partial, path in cases:
+                for after in afters:
+                    for run in pool.run(resumed, path, partial, config=after):
+                        assert run.keys() == whole[path].keys()
+                        for name, weight in whole[path].items():
+                            assert run[name].shape == weight.shape
+                            torch.testing.assert_close(run[name], weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.heavy
 def test_a_checkpoint_without_sharding_is_taken_over(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path)
     plain = {**config(1, 2), "shard_optimizer_state": True}

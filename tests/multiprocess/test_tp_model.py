@@ -242,7 +242,7 @@ def test_saved_folders_load_in_plain_transformers(
 # -- FF-18: fused projections -----------------------------------------------------------------------------------
 
 
-def _fused(name: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def _fused(name: str, folder: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     made = models.make(name)
     smp.set_tensor_parallelism(made.model)
     model = smp.DistributedModel(made.model.eval())
@@ -255,19 +255,38 @@ def _fused(name: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         train_step(model, models.MODELS["gpt2"].make_batch(step, 8), 1.0)
         optimizer.step()
     model.eval()
+    smp.save_checkpoint(folder, "three", partial=False, model=model, optimizer=optimizer)
     return plain_names(model.state_dict()), first, evaluate(model, data).concat()
 
 
+def _resumed_alone(name: str, folder: str, marked: bool) -> Tensor:
+    """Logits of one process that loads the full checkpoint, with the same modules marked or none."""
+    smp.init({"microbatches": 2, "log_level": "warning"})
+    try:
+        made = models.make(name, seed=1)
+        smp.set_tensor_parallelism(made.model, marked)
+        model = smp.DistributedModel(made.model.eval())
+        smp.resume_from_checkpoint(folder, partial=False)
+        return evaluate(model, models.MODELS["gpt2"].make_batch(3, 4)).concat()  # type: ignore[no-any-return]
+    finally:
+        smp.shutdown()
+
+
 @pytest.mark.parametrize(("name", "tp"), [("gpt2", 2), ("llama", 2), ("llama", 4)])
-def test_fused_projections_at_other_degrees(name: str, tp: int, request: pytest.FixtureRequest) -> None:
+def test_fused_projections_at_other_degrees(name: str, tp: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """FF-18: heads, keys and gates stand where the plain model has them, in state dicts and in full checkpoints."""
     pool: RankPool = request.getfixturevalue(f"pool{tp}")
-    state, first, last = pool.run(_fused, name, config=Case(name, tp=tp, prescaled=True).config())[0]
+    config = Case(name, tp=tp, prescaled=True).config()
+    state, first, last = pool.run(_fused, name, str(tmp_path), config=config)[0]
     model = models.make(name).model.eval()
     data = {**models.MODELS["gpt2"].make_batch(3, 4), "labels": None}
     with torch.no_grad():
         torch.testing.assert_close(first, model(**data).logits, rtol=1e-5, atol=1e-5)
         model.load_state_dict(state, strict=True)
         torch.testing.assert_close(last, model(**data).logits, rtol=1e-5, atol=1e-5)
+    assert same(torch.load(tmp_path / "three"), state)
+    for marked in (True, False):
+        torch.testing.assert_close(last, _resumed_alone(name, str(tmp_path), marked), rtol=1e-5, atol=1e-5)
 
 
 # -- FF-10: clipping --------------------------------------------------------------------------------------------
@@ -431,6 +450,7 @@ def _alone(call: str, folder: str) -> None:
 )
 @pytest.mark.heavy
 def test_collective_call_of_one_rank_ends_with_its_name(call: str, text: str, tmp_path: Path) -> None:
+    """FF-24."""
     started = time.monotonic()
     with RankPool(4) as pool, pytest.raises(RankFailure) as failure:
         pool.run(_alone, call, str(tmp_path), config={**SQUARE, "timeout_s": 6}, timeout_s=90)
@@ -459,14 +479,23 @@ def _rows(model: smp.DistributedModel) -> list[Any]:
 
 
 @pytest.mark.parametrize("placement", ["cluster", "spread"])
-@pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((2, 2, 2), marks=pytest.mark.heavy)])
-def test_the_rdp_guard_lets_every_part_through_once(
-    layout: tuple[int, int, int], placement: str, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    ("layout", "guard"),
+    [
+        ((2, 2, 1), "rdp_rank"),
+        ((2, 1, 2), "rdp_rank"),
+        ((2, 1, 2), "dp_rank"),  # without tensor parallelism this guard is as good
+        pytest.param((2, 2, 2), "rdp_rank", marks=pytest.mark.heavy),
+    ],
+)
+def test_the_guard_lets_every_part_through_once(
+    layout: tuple[int, int, int], guard: str, placement: str, request: pytest.FixtureRequest
 ) -> None:
+    """FF-25: local state under `if rdp_rank() == 0`."""
     pp, tp, rdp = layout
     case = Case("gpt2", pp=pp, tp=tp, rdp=rdp, placement=placement)
     pool: RankPool = request.getfixturevalue(f"pool{case.num_ranks}")
-    found = pool.run(_guarded, "rdp_rank", config=case.config())
+    found = pool.run(_guarded, guard, config=case.config())
     writers = [place for place, parts in found if parts]
     assert sorted(writers) == [(p, t, 0) for p in range(pp) for t in range(tp)]
     # slices join to whole tensors of the plain model's sizes
@@ -493,6 +522,7 @@ def _dp_guard() -> None:
 
 @pytest.mark.heavy
 def test_the_dp_guard_ends_with_a_clear_error() -> None:
+    """FF-25: with tensor parallelism dp_rank 0 is not a whole MP_GROUP."""
     with RankPool(4) as pool, pytest.raises(RankFailure) as failure:
         pool.run(_dp_guard, config={**SQUARE, "timeout_s": 6}, timeout_s=90)
     assert "model.state_dict() (every rank of an MP_GROUP" in str(failure.value)

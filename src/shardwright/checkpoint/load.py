@@ -266,7 +266,8 @@ def _check_names(chosen: Choice, request: _Request) -> None:
     if problems:
         raise CheckpointError(
             f"checkpoint {chosen.folder.name!r} doesn't fit the model: {choice.shortened(problems)}",
-            remedy="build the model as it was when saved; strict=False tolerates names, not shapes",
+            remedy="build the model as it was when saved, and mark the same modules for tensor parallelism, whatever the degree;"
+            " strict=False tolerates names, not shapes",
         )
 
 

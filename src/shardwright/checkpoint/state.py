@@ -252,7 +252,8 @@ def attach_by_name(
             ]
             raise CheckpointError(
                 f"optimizer parameter group {number} has changed: {'; '.join(changes)}",
-                remedy="group the parameters as before; strict=False takes the state of those in both",
+                remedy="group the parameters as before, and mark the same modules for tensor parallelism, whatever the degree;"
+                " strict=False takes the state of those in both",
             )
         indices = list(range(index, index + len(names)))
         index += len(names)

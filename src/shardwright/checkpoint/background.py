@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint import layout
+from shardwright.checkpoint import host_memory, layout
 from shardwright.checkpoint.collective import run_everywhere
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.log import get_logger
@@ -28,7 +28,9 @@ _POLL_S = 0.02
 
 
 class Staging:
-    """Copies of values in host memory, whose buffers serve again in the next save: fresh memory is slow to touch."""
+    """Copies of values in host memory, whose buffers serve again in the next save: fresh memory is slow to touch, even in
+    huge pages.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -55,8 +57,8 @@ class Staging:
     def _tensor(self, value: torch.Tensor, key: tuple[Any, ...]) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype, buffer.layout) != (value.shape, value.dtype, value.layout):
-            buffer = self._buffers[key] = value.detach().clone()
-            return buffer
+            plain = value.layout is torch.strided and value.device.type == "cpu"
+            buffer = self._buffers[key] = host_memory.empty_like(value) if plain else torch.empty_like(value)
         with torch.no_grad():
             return buffer.copy_(value)
 

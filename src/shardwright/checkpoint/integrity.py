@@ -19,7 +19,8 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.errors import CheckpointError
 
 SKIP_CHECKSUMS_ENV = "SHARDWRIGHT_SKIP_CHECKSUMS"
-_READ_BYTES = 4 << 20
+_READ_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 20
 
 Kind = Literal["half-written", "manifest", "missing", "cut", "grown", "flipped", "unreadable", "extra"]
 
@@ -59,16 +60,18 @@ class HashingWriter:
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes; returns how many, also when the disk refused them (see `finish`)."""
-        num_bytes = memoryview(data).nbytes
-        if self._failure is None:
+        left = whole = memoryview(data).cast("B")
+        while left and self._failure is None:
+            # Small enough to be in the processor's cache still when it is copied to the system's.
+            part, left = left[:_WRITE_BYTES], left[_WRITE_BYTES:]
             try:
-                self._file.write(data)
+                self._file.write(part)
             except OSError as error:
                 self._failure = error
             else:
-                self._digest.update(data)
-                self.size_bytes += num_bytes
-        return num_bytes
+                self._digest.update(part)
+                self.size_bytes += part.nbytes
+        return whole.nbytes
 
     def flush(self) -> None:
         """Part of the file interface that torch.save expects; `finish` does the work."""

@@ -24,13 +24,19 @@ import pickle
 import types
 import uuid
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import (
+    get_crc32_options,
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+    set_crc32_options,
+)
 
 from shardwright.checkpoint.integrity import HashingWriter
 from shardwright.errors import CheckpointError
@@ -49,10 +55,11 @@ def trusted(trust: bool | None) -> bool:
     return os.environ.get(TRUST_ENV, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def write_file(path: Path, content: object, *, trust: bool, name: str = "") -> tuple[int, str]:
+def write_file(path: Path, content: object, *, trust: bool, name: str = "", crc: bool = True) -> tuple[int, str]:
     """Write a new torch file durably and make sure that it can be read back.
 
-    name: what errors call it, if the path is only its first one.
+    name: what errors call it, if the path is only its first one.   crc: False leaves out the sums that torch puts into the
+        file, which take longer than writing it; torch.load doesn't look at them, programs for zip files do.
     Returns: its size in bytes and its digest (xxh3_128, hex).
     Raises: OSError if the disk refuses; CheckpointError naming the type if the content can't be pickled, or
         safe loading would refuse it.
@@ -60,7 +67,8 @@ def write_file(path: Path, content: object, *, trust: bool, name: str = "") -> t
     name = name or path.name
     writer = HashingWriter(path)
     try:
-        torch.save(content, cast(IO[bytes], writer), pickle_module=_Portable)
+        with nullcontext() if crc else _without_crc():
+            torch.save(content, cast(IO[bytes], writer), pickle_module=_Portable)
     except Exception as error:
         writer.close()
         raise CheckpointError(
@@ -162,6 +170,16 @@ def _numpy_allow_list() -> list[Any]:
         for function, name in ((rebuild_array, "_reconstruct"), (rebuild_scalar, "scalar"))
     ]
     return [np.ndarray, np.dtype, *scalars, *dtypes, *functions]
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _refuse_at_save_time(path: Path, name: str) -> None:

@@ -337,7 +337,7 @@ class _Save:
         return None if record is None else json.loads(json.dumps(record))
 
     def _write(self, temporary: Path, name: str, role: Role, content: Any) -> None:
-        size_bytes, digest = safe_loading.write_file(temporary / name, content, trust=self.trust)
+        size_bytes, digest = safe_loading.write_file(temporary / name, content, trust=self.trust, crc=False)
         self.files[name] = FileRecord(size_bytes, digest, role, writer=self.here.rank)
 
 

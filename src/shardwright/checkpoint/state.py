@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwright.checkpoint import host_memory
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.manifest import OBJECT, Entry, KeyPath, Slice
 from shardwright.errors import CheckpointError
@@ -282,7 +283,8 @@ def compact(value: Any, _seen: dict[tuple[Any, ...], torch.Tensor] | None = None
     """Return the value with every tensor detached, on the CPU, and backed by no more memory than it shows.
 
     torch.save writes whole storages, so a view of a large buffer would drag the buffer along. Tensors that
-    are the same memory stay the same memory. Containers are copied, other values are not.
+    are the same memory stay the same memory, and no dense one on the CPU is copied. Containers are copied, other values
+    are not.
     Raises: CheckpointError for a tensor without storage.
     """
     seen = {} if _seen is None else _seen
@@ -324,7 +326,10 @@ def _compact_tensor(tensor: torch.Tensor, seen: dict[tuple[Any, ...], torch.Tens
         return seen[key]
     result = plain.cpu()
     if result.untyped_storage().nbytes() > result.numel() * result.element_size():
-        result = result.clone(memory_format=torch.contiguous_format)
+        if result.numel() and host_memory.is_dense(result) and not result.is_conj() and not result.is_neg():
+            result = host_memory.alone(result)
+        else:
+            result = result.clone(memory_format=torch.contiguous_format)
     seen[key] = result
     return result
 

@@ -122,6 +122,21 @@ def test_compact_writes_a_view_without_its_buffer_and_keeps_ties(tmp_path: Path)
     assert result["x"] == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_compact_shares_memory_with_dense_views(dtype: torch.dtype) -> None:
+    buffer = torch.zeros(1000).to(dtype)
+    views = {"flat": buffer[3:23], "turned": buffer[30:42].view(3, 4).t(), "empty": buffer[:0], "scalar": buffer[50]}
+    found = state.compact(views)
+    buffer.copy_(torch.randn(1000).to(dtype))
+    for name, view in views.items():
+        assert torch.equal(found[name], view)
+        assert found[name].stride() == view.stride()
+        assert found[name].untyped_storage().nbytes() == view.nbytes
+    gaps = state.compact({"v": buffer.view(10, 100)[:, :3]})["v"]
+    assert torch.equal(gaps, buffer.view(10, 100)[:, :3])
+    assert gaps.untyped_storage().nbytes() == gaps.nbytes
+
+
 def test_compact_refuses_a_tensor_without_value() -> None:
     with pytest.raises(CheckpointError, match="no value"):
         state.compact({"w": torch.empty(2, device="meta")})

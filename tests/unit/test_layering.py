@@ -19,8 +19,9 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 # Lowest row first. A package may import packages of lower rows; what shares a row are siblings.
 ROWS: list[set[str]] = [
-    {"errors", "log"},
+    {"errors", "log", "import_hooks"},
     {"config"},
+    {"emulation"},
     {"sharding"},
     {"topology"},
     {"transport"},
@@ -34,13 +35,14 @@ ROWS: list[set[str]] = [
 HEIGHT = {package: height for height, row in enumerate(ROWS) for package in row}
 
 # Techniques know each other through `engine` only, pipeline and checkpoint included, except for this pair.
-TECHNIQUES = ROWS[5] | ROWS[6]
+TECHNIQUES = ROWS[6] | ROWS[7]
 ACQUAINTED = {("pipeline", "partition")}
 
 # Packages that start without PyTorch: nothing at module level may import it.
-LIGHT = {"errors", "log", "config", "launch", "cli"}
+LIGHT = {"errors", "log", "import_hooks", "config", "launch", "cli"}
 
-COMMUNICATING = {"topology", "transport"}
+# `emulation` wraps the functions that make groups, and calls none of them.
+COMMUNICATING = {"topology", "transport", "emulation"}
 # Parts of torch.distributed that bring their own communication, and who may use them.
 FEATURE_PACKAGES = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
 FEATURE_USERS = {"data_parallel", "tensor_parallel", "checkpoint"}

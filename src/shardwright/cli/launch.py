@@ -57,6 +57,10 @@ def run(
     log_dir: Annotated[
         str | None, typer.Option(help="Folder for each rank's complete output, in files of its own.")
     ] = None,
+    emulate_cuda: Annotated[
+        bool,
+        typer.Option("--emulate-cuda", help="Run a script written for GPUs on a machine without: cuda means cpu."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command and exit.")] = False,
 ) -> None:
     """Start a training script on several processes, and stop them all when one fails.
@@ -87,6 +91,7 @@ def run(
         grace_s=grace_s,
         tag_output=tag_output,
         log_dir=log_dir,
+        emulate_cuda=emulate_cuda,
     )
     if dry_run:
         typer.echo(command.torchrun_equivalent(settings, os.environ, process.usable_cores()))

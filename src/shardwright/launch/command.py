@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwright.config import emulation
 from shardwright.config.parse import read, unwrap_json
 from shardwright.errors import ConfigError
 
@@ -32,6 +33,7 @@ class LaunchSettings:
     config: the keys given on the command line or in its file, and no others: they win over the script's own.
     master_port: None until one is reserved.
     grace_s: time that workers have after SIGINT or SIGTERM before they are killed.
+    emulate_cuda: the workers and their children take CUDA devices for the CPU.
     """
 
     script: str
@@ -46,6 +48,7 @@ class LaunchSettings:
     grace_s: float = 10.0
     tag_output: bool = False
     log_dir: str | None = None
+    emulate_cuda: bool = False
 
     @property
     def world_size(self) -> int:
@@ -67,6 +70,7 @@ def settle(
     grace_s: float = 10.0,
     tag_output: bool = False,
     log_dir: str | None = None,
+    emulate_cuda: bool = False,
 ) -> LaunchSettings:
     """Fill in what the user left out and refuse what can't work.
 
@@ -109,6 +113,7 @@ def settle(
         grace_s=grace_s,
         tag_output=tag_output,
         log_dir=log_dir,
+        emulate_cuda=emulate_cuda,
     )
 
 
@@ -166,6 +171,7 @@ def worker_environment(
     environment.setdefault("PYTHONUNBUFFERED", "1")  # output goes through a pipe and should show at once
     environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a stack
     environment.update(config_environment(settings, inherited))
+    environment.update(emulation_environment(settings, inherited))
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_worker(settings, num_cores)))
     environment.update(
         RANK=str(settings.node_rank * settings.nproc + local_rank),
@@ -197,6 +203,11 @@ def config_environment(settings: LaunchSettings, inherited: Mapping[str, str]) -
     return {PARAMETERS_VARIABLE: json.dumps(parameters), FRAMEWORK_VARIABLE: json.dumps(framework)}
 
 
+def emulation_environment(settings: LaunchSettings, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make Python processes emulate CUDA; none unless that is wanted."""
+    return emulation.variables(inherited) if settings.emulate_cuda else {}
+
+
 def threads_per_worker(settings: LaunchSettings, num_cores: int) -> int:
     """Return how many CPU threads each worker may use without getting in another's way."""
     return max(1, num_cores // settings.nproc)
@@ -204,7 +215,7 @@ def threads_per_worker(settings: LaunchSettings, num_cores: int) -> int:
 
 def torchrun_equivalent(settings: LaunchSettings, inherited: Mapping[str, str], num_cores: int) -> str:
     """Return the shell command that starts the same workers with torchrun."""
-    variables = config_environment(settings, inherited)
+    variables = config_environment(settings, inherited) | emulation_environment(settings, inherited)
     if "OMP_NUM_THREADS" not in inherited:
         variables["OMP_NUM_THREADS"] = str(threads_per_worker(settings, num_cores))
     words = ["torchrun", f"--nproc-per-node={settings.nproc}"]

@@ -56,7 +56,9 @@ def run(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> i
     """
     environ = dict(os.environ if environ is None else environ)
     _check_script(settings)
-    check_devices(settings, count_accelerators(environ), environ)
+    num_devices = count_accelerators(environ)
+    settings = _prefer_real_devices(settings, num_devices)
+    check_devices(settings, num_devices, environ)
     with ExitStack() as stack:
         if settings.node_rank == 0:
             reserved = stack.enter_context(ports.reserve(settings.master_port))
@@ -98,6 +100,13 @@ def _check_script(settings: LaunchSettings) -> None:
             f"there is no script {settings.script!r} in {os.getcwd()!r}",
             remedy="give its path, or -m for the name of a module",
         )
+
+
+def _prefer_real_devices(settings: LaunchSettings, num_devices: int) -> LaunchSettings:
+    if not settings.emulate_cuda or num_devices == 0:
+        return settings
+    say(f"--emulate-cuda is ignored, for this host has {num_devices} real CUDA device(s)")
+    return replace(settings, emulate_cuda=False)
 
 
 def _run_supervised(settings: LaunchSettings, environments: list[dict[str, str]]) -> int:

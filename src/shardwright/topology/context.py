@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from shardwright import log
+from shardwright.config.emulation import VARIABLE as EMULATION_VARIABLE
 from shardwright.config.merge import merge_second_init
 from shardwright.config.notes import log_notes
 from shardwright.config.parse import Resolved, check_world, resolve
 from shardwright.config.schema import Config
+from shardwright.emulation import install as emulation
 from shardwright.errors import NotInitializedError
 from shardwright.topology import failure
 from shardwright.topology.devices import DeviceChoice
@@ -180,6 +182,10 @@ def _start(resolved: Resolved) -> None:
         atexit.register(shutdown)
         os.register_at_fork(after_in_child=_leave_in_child)
     log_notes(resolved.notes)
+    if emulation.active:
+        log.once(_log, logging.INFO, "CUDA is emulated on the CPU: device arguments are read as cpu (%s)", EMULATION_VARIABLE)
+    if emulation.unneeded:
+        log.once(_log, logging.WARNING, "%s is ignored, for there are real CUDA devices", EMULATION_VARIABLE)
     log.once(
         _log,
         logging.INFO,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shardwright.emulation import install as emulation
 from shardwright.errors import ConfigError
 from shardwright.topology.environment import SHARE_DEVICE
 
@@ -40,7 +41,7 @@ def choose_device(
     asked for.
     """
     backend = choose_backend(environ, dist_backend=dist_backend)
-    if not torch.cuda.is_available():
+    if not _has_cuda():
         return DeviceChoice(torch.device("cpu"), backend)
     num_devices = torch.cuda.device_count()
     shared = _may_share(environ) and local_size > num_devices
@@ -57,12 +58,16 @@ def choose_device(
 def choose_backend(environ: Mapping[str, str], *, dist_backend: str = "auto") -> str:
     """Return the backend string: CPU tensors always go by gloo, CUDA tensors by NCCL where it can be used."""
     use_nccl = (
-        torch.cuda.is_available()
+        _has_cuda()
         and dist.is_nccl_available()
         and dist_backend != "gloo"
         and not _may_share(environ)
     )
     return "cpu:gloo,cuda:nccl" if use_nccl else "gloo"
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and not emulation.active
 
 
 def _may_share(environ: Mapping[str, str]) -> bool:

@@ -7,6 +7,7 @@ Names that do not work yet are listed in `_not_built`.
 
 from __future__ import annotations
 
+from shardwright.emulation import startup as _emulation
 from shardwright.engine.state import state
 from shardwright.integrations.huggingface import families as _families
 from shardwright.integrations.huggingface import output_capture as _output_capture
@@ -192,6 +193,7 @@ __all__ = [
 delayed_param_initialization = delay_param_initialization
 delayed_parameter_initialization = delay_param_initialization
 
+_emulation.begin()
 _output_capture.install()
 _registry.register_finder(_families.find)
 _registry.register_planner(_plan.find)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from shardwright.launch.command import (
     worker_command,
     worker_environment,
 )
+from shardwright.launch.process import _prefer_real_devices
 
 
 def _settle(**options: object) -> LaunchSettings:
@@ -172,3 +174,17 @@ def test_more_processes_than_devices() -> None:
     check_devices(settings, 8, {})
     check_devices(settings, 0, {})
     check_devices(settings, 4, {"SHARDWRIGHT_SHARE_DEVICE": "1"})
+
+
+def test_emulation_reaches_workers_and_the_printed_command(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = replace(_settle(emulate_cuda=True), master_port=5)
+    inherited = {"PYTHONPATH": "/own", "OMP_NUM_THREADS": "1"}
+    environment = worker_environment(settings, inherited, 0, 2)
+    assert environment["SHARDWRIGHT_EMULATE_CUDA"] == "1"
+    assert environment["PYTHONPATH"].endswith(":/own")
+    assert torchrun_equivalent(settings, inherited, 2).startswith("SHARDWRIGHT_EMULATE_CUDA=1 PYTHONPATH=")
+    assert "SHARDWRIGHT_EMULATE_CUDA" not in worker_environment(replace(_settle(), master_port=5), inherited, 0, 2)
+    assert _prefer_real_devices(settings, 0) is settings
+    assert capfd.readouterr().err == ""
+    assert not _prefer_real_devices(settings, 2).emulate_cuda
+    assert "--emulate-cuda is ignored, for this host has 2 real CUDA device(s)" in capfd.readouterr().err

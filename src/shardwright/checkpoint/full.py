@@ -110,7 +110,7 @@ class _Save:
     def write(self, name: str, role: Role, content: Any) -> None:
         """Put a file on the disk under a name that nobody reads."""
         path = self._temporary(name)
-        size_bytes, digest = safe_loading.write_file(path, content, trust=self._trust, name=name)
+        size_bytes, digest, _ = safe_loading.write_file(path, content, trust=self._trust, name=name)
         self._files[name] = FileRecord(size_bytes, digest, role, writer=0)
 
     def publish(

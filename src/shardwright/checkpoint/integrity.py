@@ -15,7 +15,7 @@ from typing import Literal
 import xxhash
 
 from shardwright.checkpoint import layout
-from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.manifest import Blocks, Manifest
 from shardwright.errors import CheckpointError
 
 SKIP_CHECKSUMS_ENV = "SHARDWRIGHT_SKIP_CHECKSUMS"
@@ -48,13 +48,17 @@ class HashingWriter:
     torch.save writes through C++ code that must not see an exception, so a failed write is remembered, later
     ones are dropped, and `finish` raises it.
 
+    block_bytes: what `blocks` sums separately.
     Protocol: write, ... , then finish once; or close after an exception.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, block_bytes: int = 1 << 20) -> None:
         self.path = path
         self.size_bytes = 0
         self._digest = xxhash.xxh3_128()
+        self._block_bytes = block_bytes
+        self._block = xxhash.xxh3_64()
+        self._block_digests = bytearray()
         self._failure: OSError | None = None
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by finish or close
 
@@ -63,15 +67,28 @@ class HashingWriter:
         left = whole = memoryview(data).cast("B")
         while left and self._failure is None:
             # Small enough to be in the processor's cache still when it is copied to the system's.
-            part, left = left[:_WRITE_BYTES], left[_WRITE_BYTES:]
+            size = min(_WRITE_BYTES, self._block_bytes - self.size_bytes % self._block_bytes)
+            part, left = left[:size], left[size:]
             try:
                 self._file.write(part)
             except OSError as error:
                 self._failure = error
             else:
-                self._digest.update(part)
-                self.size_bytes += part.nbytes
+                self._sum(part)
         return whole.nbytes
+
+    def _sum(self, part: memoryview) -> None:
+        self._digest.update(part)
+        self._block.update(part)
+        self.size_bytes += part.nbytes
+        if self.size_bytes % self._block_bytes == 0:
+            self._block_digests += self._block.digest()
+            self._block.reset()
+
+    def blocks(self) -> Blocks:
+        """Digests of the blocks of what was written; after `finish`."""
+        rest = self._block.digest() if self.size_bytes % self._block_bytes else b""
+        return Blocks(self._block_bytes, bytes(self._block_digests) + rest)
 
     def flush(self) -> None:
         """Part of the file interface that torch.save expects; `finish` does the work."""

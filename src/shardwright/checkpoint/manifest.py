@@ -12,7 +12,8 @@ Version 1, one object:
     partition          the partition plan as JSON, or null with one stage
     ties               lists of names that are one tensor
     param_groups       per optimizer group: plain names of all its parameters, unpartitioned order
-    files              name -> bytes, xxh3_128, role, writer (world rank)
+    files              name -> bytes, xxh3_128, role, writer (world rank), and where it has been summed in blocks
+                       "blocks": [bytes of a block, base64 of the big-endian xxh3_64 of each block in turn]
     entries            one per model tensor and per optimizer state value:
       role             "model", "optimizer", "fp16_states"
       name             plain name of the parameter or buffer
@@ -30,6 +31,7 @@ Source: design.md section 6.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -75,13 +77,29 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Digests of a file cut into blocks of `num_bytes` (the last one may be shorter), so that a part of it can be checked.
+
+    digests: xxh3_64 of each, 8 bytes, back to back.
+    """
+
+    num_bytes: int
+    digests: bytes
+
+    def digest(self, index: int) -> bytes:
+        """That of one block."""
+        return self.digests[8 * index : 8 * index + 8]
+
+
+@dataclass(frozen=True)
 class FileRecord:
-    """One file: size_bytes, digest (xxh3_128, hex), what it holds, and the world rank that wrote it."""
+    """One file: size_bytes, digest (xxh3_128, hex), what it holds, the world rank that wrote it, and sums of its blocks."""
 
     size_bytes: int
     digest: str
     role: Role
     writer: int
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True)
@@ -114,10 +132,7 @@ class Manifest:
             "partition": self.partition,
             "ties": self.ties,
             "param_groups": self.param_groups,
-            "files": {
-                name: {"bytes": f.size_bytes, "xxh3_128": f.digest, "role": f.role, "writer": f.writer}
-                for name, f in self.files.items()
-            },
+            "files": {name: _file_to_json(record) for name, record in self.files.items()},
             "entries": [_entry_to_json(entry) for entry in self.entries],
         }
         return json.dumps({"checksum": _checksum(body), **body}, separators=(",", ":")).encode()
@@ -211,13 +226,20 @@ def _plain(name: str) -> str:
     return name
 
 
+def _file_to_json(record: FileRecord) -> dict[str, Any]:
+    told = {"bytes": record.size_bytes, "xxh3_128": record.digest, "role": record.role, "writer": record.writer}
+    if record.blocks is None:
+        return told
+    return {**told, "blocks": [record.blocks.num_bytes, base64.b64encode(record.blocks.digests).decode()]}
+
+
 def _file_from_json(data: Mapping[str, Any]) -> FileRecord:
-    return FileRecord(
-        size_bytes=int(data["bytes"]),
-        digest=str(data["xxh3_128"]),
-        role=data["role"],
-        writer=int(data["writer"]),
-    )
+    size_bytes, blocks = int(data["bytes"]), None
+    if "blocks" in data:
+        blocks = Blocks(int(data["blocks"][0]), base64.b64decode(data["blocks"][1]))
+        if len(blocks.digests) != 8 * -(-size_bytes // blocks.num_bytes):
+            raise ValueError(f"{len(blocks.digests) // 8} digests of blocks for {size_bytes} bytes")
+    return FileRecord(size_bytes, str(data["xxh3_128"]), data["role"], int(data["writer"]), blocks)
 
 
 def _entry_to_json(entry: Entry) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -39,8 +39,11 @@ from torch.serialization import (
 )
 
 from shardwright.checkpoint.integrity import HashingWriter
+from shardwright.checkpoint.manifest import Blocks
 from shardwright.errors import CheckpointError
 
+_MIN_BLOCK_BYTES = 1 << 20
+_MAX_BLOCKS = 1024
 TRUST_ENV = "SHARDWRIGHT_TRUST_CHECKPOINTS"
 _ALLOWED_IN_WORDS = (
     "numbers, strings, bytes, None, lists, tuples, sets, dicts, collections, tensors and torch types, "
@@ -55,17 +58,24 @@ def trusted(trust: bool | None) -> bool:
     return os.environ.get(TRUST_ENV, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def write_file(path: Path, content: object, *, trust: bool, name: str = "", crc: bool = True) -> tuple[int, str]:
+class Written(NamedTuple):
+    """A file on the disk: its size, its digest (xxh3_128, hex), and digests of its blocks."""
+
+    size_bytes: int
+    digest: str
+    blocks: Blocks
+
+
+def write_file(path: Path, content: object, *, trust: bool, name: str = "", crc: bool = True) -> Written:
     """Write a new torch file durably and make sure that it can be read back.
 
     name: what errors call it, if the path is only its first one.   crc: False leaves out the sums that torch puts into the
         file, which take longer than writing it; torch.load doesn't look at them, programs for zip files do.
-    Returns: its size in bytes and its digest (xxh3_128, hex).
     Raises: OSError if the disk refuses; CheckpointError naming the type if the content can't be pickled, or
         safe loading would refuse it.
     """
     name = name or path.name
-    writer = HashingWriter(path)
+    writer = HashingWriter(path, block_bytes=_block_bytes(content))
     try:
         with nullcontext() if crc else _without_crc():
             torch.save(content, cast(IO[bytes], writer), pickle_module=_Portable)
@@ -78,7 +88,7 @@ def write_file(path: Path, content: object, *, trust: bool, name: str = "", crc:
     digest = writer.finish()
     if not trust:
         _refuse_at_save_time(path, name)
-    return writer.size_bytes, digest
+    return Written(writer.size_bytes, digest, writer.blocks())
 
 
 def read_file(path: Path, *, trust: bool, mmap: bool = True, map_location: Any = "cpu") -> Any:
@@ -170,6 +180,22 @@ def _numpy_allow_list() -> list[Any]:
         for function, name in ((rebuild_array, "_reconstruct"), (rebuild_scalar, "scalar"))
     ]
     return [np.ndarray, np.dtype, *scalars, *dtypes, *functions]
+
+
+def _block_bytes(content: object) -> int:
+    """So small that a part is checked by reading little else, so large that the manifest stays small."""
+    size = _MIN_BLOCK_BYTES
+    while size * _MAX_BLOCKS < _tensor_bytes(content):
+        size *= 2
+    return size
+
+
+def _tensor_bytes(content: object) -> int:
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    if isinstance(content, dict):
+        return sum(map(_tensor_bytes, content.values()))
+    return sum(map(_tensor_bytes, content)) if isinstance(content, (list, tuple)) else 0
 
 
 @contextmanager

@@ -337,8 +337,8 @@ class _Save:
         return None if record is None else json.loads(json.dumps(record))
 
     def _write(self, temporary: Path, name: str, role: Role, content: Any) -> None:
-        size_bytes, digest = safe_loading.write_file(temporary / name, content, trust=self.trust, crc=False)
-        self.files[name] = FileRecord(size_bytes, digest, role, writer=self.here.rank)
+        written = safe_loading.write_file(temporary / name, content, trust=self.trust, crc=False)
+        self.files[name] = FileRecord(written.size_bytes, written.digest, role, self.here.rank, written.blocks)
 
 
 def _with_names(source: Callable[[], Any], names: Sequence[str]) -> dict[str, Any]:

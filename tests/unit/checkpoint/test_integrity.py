@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from shardwright.checkpoint import integrity, layout
 from shardwright.checkpoint.integrity import HashingWriter
@@ -94,6 +95,21 @@ def test_the_writer_hashes_what_is_in_the_file(tmp_path: Path) -> None:
     digest = writer.finish()
     assert digest == integrity.file_digest(tmp_path / "f")
     assert writer.size_bytes == (tmp_path / "f").stat().st_size
+
+
+def test_blocks_cover_the_file_whatever_the_pieces_written(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 40
+    for number, sizes in enumerate(((1,) * 100, (1000, 5, 3000), (4096,), (10_000,), ())):
+        writer, start = HashingWriter(tmp_path / str(number), block_bytes=1024), 0
+        for size in (*sizes, len(data) - sum(sizes)):
+            writer.write(data[start : start + size])
+            start += size
+        assert writer.finish() == xxhash.xxh3_128_hexdigest(data)
+        expected = [xxhash.xxh3_64_digest(data[at : at + 1024]) for at in range(0, len(data), 1024)]
+        assert [writer.blocks().digest(i) for i in range(len(expected))] == expected
+        record = FileRecord(writer.size_bytes, "d", "model", 0, writer.blocks())
+        written = Manifest("t", "id", 0, Layout(1, 1, 1), {}, {"f": record}, ()).to_bytes()
+        assert Manifest.from_bytes(written, where="").files["f"] == record
 
 
 def test_a_full_disk_is_raised_by_finish_and_names_the_file(tmp_path: Path) -> None:

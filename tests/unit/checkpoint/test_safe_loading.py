@@ -138,4 +138,4 @@ def test_a_file_without_crc_loads_everywhere_in_torch(tmp_path: Path, mmap: bool
     assert torch.serialization.get_crc32_options() is before
     assert torch.equal(torch.load(tmp_path / "f", weights_only=True, mmap=mmap)["w"], value["w"])
     assert torch.equal(safe_loading.read_file(tmp_path / "f", trust=False, mmap=mmap)["w"], value["w"])
-    assert written == ((tmp_path / "f").stat().st_size, integrity.file_digest(tmp_path / "f"))
+    assert written[:2] == ((tmp_path / "f").stat().st_size, integrity.file_digest(tmp_path / "f"))

@@ -16,7 +16,7 @@ from checkpoint_fakes import FakeModel, FakeOptimizer, fingerprint
 from shardwright.checkpoint import integrity, load, save
 from shardwright.checkpoint.load import resume_from_checkpoint
 from shardwright.checkpoint.save import save_checkpoint
-from shardwright.checkpoint.storage import local
+from shardwright.checkpoint.storage import local, steps
 from shardwright.topology.context import world
 from shardwright.transport.collectives import barrier
 
@@ -96,36 +96,15 @@ def save_unpartitioned(path: str) -> tuple[str, str]:
 # -- faults -----------------------------------------------------------------------------------------------
 
 
-class _Full:
-    """A file that takes some bytes and then has no space left."""
-
-    def __init__(self, file: Any, room_bytes: int, code: int) -> None:
-        self.file, self.room_bytes, self.code = file, room_bytes, code
-
-    def write(self, data: Any) -> int:
-        self.room_bytes -= memoryview(data).nbytes
-        if self.room_bytes < 0:
-            raise OSError(self.code, os.strerror(self.code))
-        return int(self.file.write(data))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-
 def save_with_failing_disk(path: str, rank: int, name: str, code: int) -> list[tuple[str, str]]:
     """A save during which one file of one rank can't be written; then one that works, in the same process."""
-    original = integrity.HashingWriter.__init__
 
-    def limited(self: Any, file: Path) -> None:
-        original(self, file)
-        if world().rank == rank and file.name.startswith(name):
-            self._file = _Full(self._file, 200, code)
+    def full(operation: str, where: str) -> None:
+        if (operation, world().rank) == ("write", rank) and Path(where).name.startswith(name):
+            raise OSError(code, os.strerror(code))
 
-    integrity.HashingWriter.__init__ = limited  # type: ignore[method-assign]
-    try:
+    with steps.watched(full):
         first = save_error(path, "step_3")
-    finally:
-        integrity.HashingWriter.__init__ = original  # type: ignore[method-assign]
     seen = (Path(path) / "newest").read_text(), sorted(os.listdir(path))
     barrier("world")
     return [first, (str(seen[0]), " ".join(seen[1])), save_error(path, "step_4")]
@@ -149,18 +128,18 @@ def _die_at(moment: str) -> None:
 
         def write(self: Any, data: Any) -> int:
             if self.path.name.startswith("optimizer") and self.size_bytes > 500:
-                self._file.flush()
+                self._file._file.flush()
                 time.sleep(0.5)
                 die()
             return original(self, data)
 
         integrity.HashingWriter.write = write  # type: ignore[method-assign]
     elif moment == "before the manifest":
-        local.write_durably = die
+        local.LocalStorage.put = die  # type: ignore[method-assign]
     elif moment == "before the rename":
-        local.publish = die
+        local.LocalStorage.publish = die  # type: ignore[method-assign]
     elif moment == "before newest":
-        local.replace_text = die
+        local.LocalStorage.replace_text = die  # type: ignore[method-assign]
     elif moment == "before the deletion":
         save.prune = die
     elif moment in ("exchanged", "moved aside"):  # the same tag again: the old copy isn't deleted yet
@@ -168,7 +147,7 @@ def _die_at(moment: str) -> None:
             local._exchange = lambda one, other: False
             os.rename = _second_call_is(os.rename, die)
         else:
-            local.remove = die
+            local.LocalStorage.remove = die  # type: ignore[method-assign]
 
 
 def _second_call_is(first: Any, second: Any) -> Any:

@@ -12,13 +12,13 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwright.checkpoint import host_memory, layout
+from shardwright.checkpoint import host_memory, layout, storage
 from shardwright.checkpoint.collective import run_everywhere
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.log import get_logger
 from shardwright.topology.context import World
@@ -112,15 +112,15 @@ def finish() -> None:
 # ------------------------------------------------------------------ notes
 
 
-def tell(folder: Path, rank: int, told: object) -> None:
+def tell(folder: Place, rank: int, told: object) -> None:
     """Leave this rank's note for rank 0: what it has written, or the error that kept it from that."""
     note = _note(folder, rank)
-    half = note.with_suffix(".half")
-    half.write_bytes(pickle.dumps(told))
-    half.rename(note)
+    half = note.with_name(f"{note.name}.half")
+    storage.of(folder).put(half, pickle.dumps(told))
+    storage.of(folder).move(half, note)
 
 
-def gather(folder: Path, here: World) -> list[Any]:
+def gather(folder: Place, here: World) -> list[Any]:
     """Rank 0: wait for the notes of all ranks, and take them away.
 
     Raises: the error that a rank has noted; CheckpointError if a rank is lost or doesn't come within `timeout_s`.
@@ -142,5 +142,5 @@ def gather(folder: Path, here: World) -> list[Any]:
     return told
 
 
-def _note(folder: Path, rank: int) -> Path:
+def _note(folder: Place, rank: int) -> Place:
     return folder / f"{layout.WORK_PREFIX}written-{rank}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwright.checkpoint import folder, integrity, layout
 from shardwright.checkpoint.collective import present_layout
 from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 from shardwright.log import get_logger
 
@@ -20,11 +20,16 @@ class Choice:
     """The checkpoint to resume from. name: what it is called; folder: where it lies (`folder.existing`)."""
 
     name: str
-    folder: Path
+    folder: Place
     manifest: Manifest
 
+    @property
+    def files(self) -> Place:
+        """The folder of its files."""
+        return integrity.data_place(self.folder, self.manifest)
 
-def choose(root: Path, tag: str | int | None, skipped: dict[str, str]) -> Choice:
+
+def choose(root: Place, tag: str | int | None, skipped: dict[str, str]) -> Choice:
     """Find the checkpoint that is asked for, or, without a tag, the best one that isn't skipped.
 
     Called by: rank 0.   skipped: names found damaged so far, with the reason; what is found incomplete here
@@ -49,7 +54,7 @@ def shortened(sentences: Sequence[str], limit: int = 5) -> str:
     return "; ".join(sentences[:limit]) + rest
 
 
-def _newest(root: Path, skipped: dict[str, str]) -> Choice:
+def _newest(root: Place, skipped: dict[str, str]) -> Choice:
     try:
         newest = (root / layout.NEWEST).read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -77,7 +82,7 @@ def _newest(root: Path, skipped: dict[str, str]) -> Choice:
     )
 
 
-def _latest_first(root: Path, first: str) -> Iterator[str]:
+def _latest_first(root: Place, first: str) -> Iterator[str]:
     """Yield the name in `newest`; then, if that one won't do, the other checkpoints, the latest first."""
     if "/" not in first:
         yield first
@@ -85,7 +90,7 @@ def _latest_first(root: Path, first: str) -> Iterator[str]:
     yield from (kept.folder for kept in reversed(others) if kept.folder != first)
 
 
-def _by_name(root: Path, name: str) -> Choice:
+def _by_name(root: Place, name: str) -> Choice:
     place = folder.existing(root, name)
     if not place.is_dir():
         full = name.removesuffix(layout.PARTIAL_SUFFIX)

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from shardwright.checkpoint import storage
 from shardwright.checkpoint.layout import Layout, Precision
+from shardwright.checkpoint.storage.attempts import StorageError
 from shardwright.errors import (
     CheckpointError,
     CommunicationTimeout,
@@ -63,11 +65,13 @@ def present_layout() -> Layout:
 
 
 def absolute(path: object) -> str:
-    """Return the absolute path as text, or a description of what isn't a path."""
+    """Return the absolute path or URL as text, or a description of what isn't one."""
+    if isinstance(path, storage.RemotePath):
+        return str(path)
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
         if isinstance(text, str):
-            return text if "://" in text else os.path.abspath(text)
+            return storage.absolute(text)
     return f"<{type(path).__name__}>"
 
 
@@ -152,9 +156,8 @@ def _for_all_ranks(call: str, error: Exception | None) -> ShardwrightError | Non
         where = f"{here}, {error.where}" if error.where else here
         return type(error)(f"{call}: {error.what}", where=where, remedy=error.remedy)
     if isinstance(error, OSError):
-        return CheckpointError(
-            f"{call}: {type(error).__name__}: {error}", where=here, remedy=_REMEDIES.get(error.errno or 0)
-        )
+        remedy = error.remedy if isinstance(error, StorageError) else _REMEDIES.get(error.errno or 0)
+        return CheckpointError(f"{call}: {type(error).__name__}: {error}", where=here, remedy=remedy)
     _log.error("%s failed here:\n%s", call, "".join(traceback.format_exception(error)))
     return CheckpointError(f"{call}: {type(error).__name__}: {error}", where=here)
 

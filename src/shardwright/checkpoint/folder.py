@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from shardwright.checkpoint import integrity, layout, retention
-from shardwright.checkpoint.storage import local
-from shardwright.errors import CheckpointError
+from shardwright.checkpoint import integrity, layout, retention, storage
+from shardwright.checkpoint.storage import Place
 from shardwright.log import get_logger
 
 _log = get_logger(__name__)
 
 
-def local_root(where: str) -> Path:
-    """Return the folder of checkpoints named by an absolute path.
-
-    Raises: CheckpointError if it isn't a path; NotImplementedError for a URL.
-    """
-    if where.startswith("<"):
-        raise CheckpointError(f"path is a {where.strip('<>')}, expected a string or a path")
-    if "://" in where:
-        raise NotImplementedError(
-            f"{where}: checkpoints at a URL are not there yet; use a local or mounted folder"
-        )
-    return Path(where)
-
-
-def partial_checkpoints(root: Path) -> list[retention.Kept]:
+def partial_checkpoints(root: Place) -> list[retention.Kept]:
     """List the partial checkpoints of a folder; a folder of another purpose that happens to end in "_partial"
     is left out.
 
@@ -35,7 +17,7 @@ def partial_checkpoints(root: Path) -> list[retention.Kept]:
     folder's.
     """
     found = []
-    for name in sorted(os.listdir(root)):
+    for name in sorted(path.name for path in root.iterdir()):
         folder = root / name
         if not name.endswith(layout.PARTIAL_SUFFIX) or not folder.is_dir():
             continue
@@ -55,18 +37,18 @@ def partial_checkpoints(root: Path) -> list[retention.Kept]:
     return found
 
 
-def prune(root: Path, *, newest: str, keep: int | None, unique: str) -> None:
+def prune(root: Place, *, newest: str, keep: int | None, unique: str) -> None:
     """Delete the oldest partial checkpoints until `keep` are left. Called by rank 0, after `newest` moved."""
     if keep is None:
         return
     try:
         for name in retention.surplus(partial_checkpoints(root), newest=newest, keep=keep):
-            local.remove(root / name, unique=unique)
+            storage.of(root).remove(root / name, unique=unique)
     except OSError as error:  # the save itself is done
         _log.warning("could not look for old checkpoints in %s: %s", root, error)
 
 
-def existing(root: Path, name: str) -> Path:
+def existing(root: Place, name: str) -> Place:
     """Return where a checkpoint lies: under its own name, or under the one it has while a save of its tag
     replaces it.
     """
@@ -74,7 +56,7 @@ def existing(root: Path, name: str) -> Path:
     return previous if not (root / name).exists() and previous.exists() else root / name
 
 
-def candidates(root: Path) -> str:
+def candidates(root: Place) -> str:
     """Say, as the remedy of an error, which partial checkpoints a folder holds."""
     if not root.is_dir():
         return f"check the path: {root} is not a folder"

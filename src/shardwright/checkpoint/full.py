@@ -19,7 +19,6 @@ Source: api.md 9.5 to 9.7, design.md section 6.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 import uuid
@@ -32,12 +31,12 @@ from typing import Any
 import torch
 
 import shardwright
-from shardwright.checkpoint import integrity, layout, safe_loading, state
+from shardwright.checkpoint import integrity, layout, safe_loading, state, storage
 from shardwright.checkpoint.collective import present_layout, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.layout import Role
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, Slice
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
-from shardwright.checkpoint.storage import local
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology.context import world
@@ -54,7 +53,7 @@ _HUGGING_FACE = "pytorch_model.bin"
 
 
 def save(
-    root: Path,
+    root: Place,
     tag: str,
     model: CheckpointModel | None,
     optimizer: CheckpointOptimizer | None,
@@ -100,7 +99,7 @@ def save(
 class _Save:
     """The files of one save. Used on world rank 0."""
 
-    def __init__(self, root: Path, tag: str, save_id: str, trust: bool) -> None:
+    def __init__(self, root: Place, tag: str, save_id: str, trust: bool) -> None:
         self._root = root
         self._tag = tag
         self._save_id = save_id
@@ -135,16 +134,17 @@ class _Save:
         )
         data = manifest.to_bytes()
         mark = _manifest_file(self._tag)
-        local.write_durably(self._temporary(mark), data)
+        store = storage.of(self._root)
+        store.put(self._temporary(mark), data)
         kept = [*self._files, _optimizer_file(self._tag), mark]
         for name in kept:
-            local.keep_as(self._root / name, self._root / (name + layout.PREVIOUS_SUFFIX))
+            store.keep_as(self._root / name, self._root / (name + layout.PREVIOUS_SUFFIX))
         for name in (*self._files, mark):
-            os.replace(self._temporary(name), self._root / name)
+            store.move(self._temporary(name), self._root / name)
         if _optimizer_file(self._tag) not in self._files:
             (self._root / _optimizer_file(self._tag)).unlink(missing_ok=True)
-        local.fsync_folder(self._root)
-        local.replace_text(self._root / layout.NEWEST, self._tag, unique=self._save_id)
+        store.sync_folder(self._root)
+        store.replace_text(self._root / layout.NEWEST, self._tag, unique=self._save_id)
         for name in kept:
             (self._root / (name + layout.PREVIOUS_SUFFIX)).unlink(missing_ok=True)
         return len(data) + sum(record.size_bytes for record in self._files.values())
@@ -152,25 +152,25 @@ class _Save:
     def discard(self) -> None:
         """Delete what was not published."""
         for path in self._root.glob(f"{layout.WORK_PREFIX}*{self._save_id}"):
-            with suppress(OSError):
-                path.unlink()
+            storage.of(path).discard(path)
 
-    def _temporary(self, name: str) -> Path:
+    def _temporary(self, name: str) -> Place:
         return self._root / layout.saving_folder(name, self._save_id)
 
 
-def _prepare(root: Path, tag: str) -> str:
+def _prepare(root: Place, tag: str) -> str:
     """Rank 0: clean up, and settle what an interrupted save of this tag left. Returns the save's id."""
     save_id = uuid.uuid4().hex
-    root.mkdir(parents=True, exist_ok=True)
+    store = storage.of(root)
+    store.prepare(root)
     if (root / tag).is_dir():
         raise CheckpointError(f"{root / tag} is a folder, so no full checkpoint can have that name")
-    local.clean_leftovers(root, unique=save_id)
+    store.clean_leftovers(root, unique=save_id)
     whole = _whole_set(root, tag, checksums=True)
     if whole is not None:
         for name, path in whole[1].items():
             if path.name != name:
-                os.replace(path, root / name)
+                store.move(path, root / name)
     for name in (tag, _user_content_file(tag), _optimizer_file(tag), _manifest_file(tag)):
         (root / (name + layout.PREVIOUS_SUFFIX)).unlink(missing_ok=True)
     return save_id
@@ -205,13 +205,13 @@ def _manifest_file(tag: str) -> str:
 class _Found:
     """The files of a full checkpoint. model: several if Hugging Face sharded it; None where it has none."""
 
-    model: tuple[Path, ...]
-    optimizer: Path | None
-    user_content: Path | None
+    model: tuple[Place, ...]
+    optimizer: Place | None
+    user_content: Place | None
 
 
 def resume(
-    root: Path,
+    root: Place,
     tag: str | int | None,
     model: CheckpointModel,
     optimizer: CheckpointOptimizer | None,
@@ -286,7 +286,7 @@ def _tie_again(content: dict[str, Any], model: CheckpointModel) -> None:
             content.update((name, content[known]) for name in names if name not in content)
 
 
-def _tag(root: Path, tag: str | int | None) -> str:
+def _tag(root: Place, tag: str | int | None) -> str:
     if tag is not None:
         return layout.check_tag(tag)
     try:
@@ -298,12 +298,12 @@ def _tag(root: Path, tag: str | int | None) -> str:
     return layout.check_tag(newest.removesuffix(layout.PARTIAL_SUFFIX))
 
 
-def tags(root: Path) -> list[str]:
+def tags(root: Place) -> list[str]:
     """The full checkpoints of a folder that have a manifest."""
     return sorted(p.name[len("manifest_") : -len(".json")] for p in root.glob("manifest_*.json"))
 
 
-def inspect(root: Path, tag: str, *, checksums: bool) -> tuple[Manifest | None, list[integrity.Problem]]:
+def inspect(root: Place, tag: str, *, checksums: bool) -> tuple[Manifest | None, list[integrity.Problem]]:
     """What is wrong with a full checkpoint. Returns: its manifest, None if that is unusable, and the problems."""
     mark = root / _manifest_file(tag)
     try:
@@ -313,7 +313,7 @@ def inspect(root: Path, tag: str, *, checksums: bool) -> tuple[Manifest | None, 
     return manifest, integrity.check_files(root, manifest, manifest.files, checksums=checksums)
 
 
-def _remedy(root: Path) -> str:
+def _remedy(root: Place) -> str:
     """Which full checkpoints a folder holds."""
     if not root.is_dir():
         return f"check the path: {root} is not a folder"
@@ -324,7 +324,7 @@ def _remedy(root: Path) -> str:
     return f"{root} holds partial checkpoints only: {', '.join(partial)}" if partial else f"{root} holds no checkpoint"
 
 
-def _find(root: Path, tag: str) -> _Found:
+def _find(root: Place, tag: str) -> _Found:
     """Rank 0: the files of a tag, verified against their manifest if there is one."""
     whole = _whole_set(root, tag, checksums=not integrity.checksums_skipped())
     if whole is not None:
@@ -346,7 +346,7 @@ def _with_previous(name: str) -> tuple[str, str]:
     return name, name + layout.PREVIOUS_SUFFIX
 
 
-def _whole_set(root: Path, tag: str, *, checksums: bool) -> tuple[Manifest, dict[str, Path]] | None:
+def _whole_set(root: Place, tag: str, *, checksums: bool) -> tuple[Manifest, dict[str, Place]] | None:
     """The manifest of a tag whose files are all there, and where each lies; None if there is none."""
     for mark in _with_previous(_manifest_file(tag)):
         try:
@@ -360,7 +360,7 @@ def _whole_set(root: Path, tag: str, *, checksums: bool) -> tuple[Manifest, dict
     return None
 
 
-def _matching(root: Path, name: str, record: FileRecord, checksums: bool) -> Path | None:
+def _matching(root: Place, name: str, record: FileRecord, checksums: bool) -> Place | None:
     for candidate in _with_previous(name):
         path = root / candidate
         with suppress(OSError):
@@ -374,7 +374,7 @@ def _matching(root: Path, name: str, record: FileRecord, checksums: bool) -> Pat
 # ------------------------------------------------------------------ files of others
 
 
-def _plain_files(root: Path, tag: str) -> tuple[Path, ...]:
+def _plain_files(root: Place, tag: str) -> tuple[Place, ...]:
     """A state dict that somebody else has written."""
     if (root / tag).is_file():
         return (root / tag,)
@@ -385,7 +385,7 @@ def _plain_files(root: Path, tag: str) -> tuple[Path, ...]:
     raise CheckpointNotFoundError(f"no full checkpoint {tag!r} in {root}", remedy=_remedy(root))
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
+def _shards(index: Place) -> tuple[Place, ...]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -396,12 +396,12 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _state_dict(path: Path, *, trust: bool) -> dict[str, Any]:
+def _state_dict(path: Place, *, trust: bool) -> dict[str, Any]:
     """Tensors by name, mapped from the file."""
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+        from safetensors import torch as safetensors
 
-        content: Any = load_file(path)
+        content: Any = safetensors.load_file(path) if isinstance(path, Path) else safetensors.load(path.read_bytes())
     else:
         content = safe_loading.read_file(path, trust=trust)
     if not isinstance(content, Mapping):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from shardwright.checkpoint import folder, full, integrity, layout, plan
 from shardwright.checkpoint.manifest import OBJECT, Entry, Manifest
 from shardwright.checkpoint.reader import Reader
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
 
@@ -22,7 +22,7 @@ class Checkpoint:
     name: of the folder or file.   manifest: None if it is unusable.   problems: what can be seen without reading it.
     """
 
-    root: Path
+    root: Place
     name: str
     kind: str
     manifest: Manifest | None
@@ -39,12 +39,13 @@ class Checkpoint:
         return 0 if self.manifest is None else sum(record.size_bytes for record in self.manifest.files.values())
 
     @property
-    def place(self) -> Path:
+    def place(self) -> Place:
         """The folder of its files."""
-        return self.root / self.name if self.kind == "partial" else self.root
+        folder = self.root / self.name if self.kind == "partial" else self.root
+        return folder if self.manifest is None else integrity.data_place(folder, self.manifest)
 
 
-def checkpoints(root: Path) -> list[Checkpoint]:
+def checkpoints(root: Place) -> list[Checkpoint]:
     """All checkpoints of a folder, the oldest first; incomplete ones too.
 
     Raises: CheckpointNotFoundError if it is no folder.
@@ -64,7 +65,7 @@ def checkpoints(root: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda c: (c.manifest.saved_at_s if c.manifest else 0, c.name))
 
 
-def find(root: Path, tag: str | None) -> Checkpoint:
+def find(root: Place, tag: str | None) -> Checkpoint:
     """The checkpoint of a tag, with or without "_partial"; without a tag the one that `newest` names.
 
     Raises: CheckpointNotFoundError listing what there is.

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import xxhash
 
-from shardwright.checkpoint import layout
+from shardwright.checkpoint import layout, storage
 from shardwright.checkpoint.manifest import Blocks, Manifest
+from shardwright.checkpoint.storage import Place
+from shardwright.checkpoint.storage.attempts import StorageError
 from shardwright.errors import CheckpointError
 
 SKIP_CHECKSUMS_ENV = "SHARDWRIGHT_SKIP_CHECKSUMS"
@@ -52,7 +52,7 @@ class HashingWriter:
     Protocol: write, ... , then finish once; or close after an exception.
     """
 
-    def __init__(self, path: Path, *, block_bytes: int = 1 << 20) -> None:
+    def __init__(self, path: Place, *, block_bytes: int = 1 << 20) -> None:
         self.path = path
         self.size_bytes = 0
         self._digest = xxhash.xxh3_128()
@@ -60,7 +60,7 @@ class HashingWriter:
         self._block = xxhash.xxh3_64()
         self._block_digests = bytearray()
         self._failure: OSError | None = None
-        self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by finish or close
+        self._file = storage.of(path).create(path)
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes; returns how many, also when the disk refused them (see `finish`)."""
@@ -99,21 +99,22 @@ class HashingWriter:
         Raises: OSError of the first write that failed (no space left, quota, I/O error), with the file's
             name.
         """
-        try:
-            if self._failure is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._failure = error
-        self.close()
+        if self._failure is None:
+            try:
+                self._file.finish()
+            except OSError as error:
+                self._failure = error
+        else:
+            self._file.abandon()
+        if isinstance(self._failure, StorageError):
+            raise self._failure
         if self._failure is not None:
             raise OSError(self._failure.errno, self._failure.strerror, str(self.path)) from self._failure
         return self._digest.hexdigest()
 
     def close(self) -> None:
         """Close without promises; for the path after an exception."""
-        with suppress(OSError):  # the buffer may hold what the disk refused
-            self._file.close()
+        self._file.abandon()
 
 
 def checksums_skipped() -> bool:
@@ -121,18 +122,18 @@ def checksums_skipped() -> bool:
     return os.environ.get(SKIP_CHECKSUMS_ENV, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: Place) -> str:
     """Return the xxh3_128 of a file, hex. Reads it once."""
     digest = xxhash.xxh3_128()
     buffer = bytearray(_READ_BYTES)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
+    with storage.of(path).open(path) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
     return digest.hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Read the manifest of a checkpoint folder.
 
     Raises: CheckpointError if there is none (the save never finished) or it is damaged.
@@ -148,7 +149,7 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_bytes(data, where=str(path))
 
 
-def inspect(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+def inspect(folder: Place) -> tuple[Manifest | None, list[Problem]]:
     """Check everything that can be seen without reading the files: the manifest, that all files are there,
     sizes.
 
@@ -162,31 +163,35 @@ def inspect(folder: Path) -> tuple[Manifest | None, list[Problem]]:
         what = error.what if isinstance(error, CheckpointError) else str(error)
         return None, [Problem("manifest", layout.MANIFEST, what)]
     problems = check_files(folder, manifest, manifest.files, checksums=False)
-    listed = {*manifest.files, layout.MANIFEST}
-    problems += [
-        Problem("extra", name, "not listed in the manifest")
-        for name in sorted(os.listdir(folder))
-        if name not in listed
-    ]
+    listed = {*manifest.files, layout.MANIFEST, manifest.data_folder}
+    present = [path.name for place in {folder, data_place(folder, manifest)} for path in place.iterdir()]
+    problems += [Problem("extra", name, "not listed in the manifest") for name in sorted(present) if name not in listed]
     return manifest, problems
 
 
+def data_place(folder: Place, manifest: Manifest) -> Place:
+    """Where the files of a checkpoint lie. folder: that of its manifest."""
+    return folder / manifest.data_folder if manifest.data_folder else folder
+
+
 def check_files(
-    folder: Path, manifest: Manifest, names: Collection[str], *, checksums: bool
+    folder: Place, manifest: Manifest, names: Collection[str], *, checksums: bool
 ) -> list[Problem]:
     """Compare some files of the manifest with what is on disk.
 
     names: files listed in the manifest.   checksums: also read them and compare the content.
     """
     problems = []
+    place = data_place(folder, manifest)
+    sizes = storage.of(place).sizes(place)
     for name in sorted(names):
         record = manifest.files[name]
         try:
-            size_bytes = os.stat(folder / name).st_size
+            size_bytes = sizes[name] if name in sizes else (place / name).stat().st_size
             if size_bytes != record.size_bytes:
                 kind: Kind = "cut" if size_bytes < record.size_bytes else "grown"
                 problems.append(Problem(kind, name, f"{size_bytes} bytes, expected {record.size_bytes}"))
-            elif checksums and (digest := file_digest(folder / name)) != record.digest:
+            elif checksums and (digest := file_digest(place / name)) != record.digest:
                 problems.append(Problem("flipped", name, f"checksum {digest}, expected {record.digest}"))
         except FileNotFoundError:
             problems.append(Problem("missing", name, "listed in the manifest, not on disk"))
@@ -195,7 +200,7 @@ def check_files(
     return problems
 
 
-def verify(folder: Path) -> list[Problem]:
+def verify(folder: Place) -> list[Problem]:
     """Find every fault of a checkpoint folder, all files read. Empty: it is exactly what was saved."""
     manifest, problems = inspect(folder)
     if manifest is None:

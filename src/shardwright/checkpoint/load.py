@@ -9,13 +9,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
-from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint import (
     background,
     choice,
-    folder,
     full,
     integrity,
     layout,
@@ -23,12 +21,14 @@ from shardwright.checkpoint import (
     reshard,
     safe_loading,
     state,
+    storage,
 )
 from shardwright.checkpoint.choice import Choice
 from shardwright.checkpoint.collective import absolute, agree, collect, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.manifest import OBJECT
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology import rng
@@ -42,7 +42,7 @@ _CALL = "resume_from_checkpoint"
 class _Request:
     """What the caller asked for, equal on all ranks, and the objects of this rank to load into."""
 
-    root: Path
+    root: Place
     tag: str | int | None
     strict: bool
     trust: bool
@@ -132,7 +132,7 @@ def resume_from_checkpoint(
             remedy="call it after smp.DistributedModel and smp.DistributedOptimizer",
         )
     background.finish()
-    root = folder.local_root(where)
+    root = storage.place(where)
     if not partial:
         return full.resume(
             root,
@@ -280,7 +280,7 @@ def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
     loaded = {}
     for name in sorted(files.to_open()):
         mmap = name != files.user_content  # the user may keep it for longer than the file is there
-        loaded[name] = safe_loading.read_file(chosen.folder / name, trust=request.trust, mmap=mmap)
+        loaded[name] = safe_loading.read_file(chosen.files / name, trust=request.trust, mmap=mmap)
     if files.rng is None:
         return loaded
     try:
@@ -300,7 +300,7 @@ def _read_random_state(chosen: Choice, name: str, *, trust: bool) -> tuple[rng.R
     if problems:
         raise CheckpointError(choice.shortened(list(map(str, problems))), where=str(chosen.folder))
     try:
-        return random_state.unpack(safe_loading.read_file(chosen.folder / name, trust=trust))
+        return random_state.unpack(safe_loading.read_file(chosen.files / name, trust=trust))
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{name} doesn't hold a random state: {error!r}", where=str(chosen.folder)

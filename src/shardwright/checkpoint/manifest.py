@@ -14,6 +14,7 @@ Version 1, one object:
     param_groups       per optimizer group: plain names of all its parameters, unpartitioned order
     files              name -> bytes, xxh3_128, role, writer (world rank), and where it has been summed in blocks
                        "blocks": [bytes of a block, base64 of the big-endian xxh3_64 of each block in turn]
+    data_folder        where the files lie: a folder beside the manifest, or "" for its own (see storage.remote)
     entries            one per model tensor and per optimizer state value:
       role             "model", "optimizer", "fp16_states"
       name             plain name of the parameter or buffer
@@ -117,6 +118,7 @@ class Manifest:
     ties: tuple[tuple[str, ...], ...] = ()
     param_groups: tuple[tuple[str, ...], ...] = ()
     kind: Literal["partial", "full"] = "partial"
+    data_folder: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the JSON text of the file, checksum included."""
@@ -133,6 +135,7 @@ class Manifest:
             "ties": self.ties,
             "param_groups": self.param_groups,
             "files": {name: _file_to_json(record) for name, record in self.files.items()},
+            "data_folder": self.data_folder,
             "entries": [_entry_to_json(entry) for entry in self.entries],
         }
         return json.dumps({"checksum": _checksum(body), **body}, separators=(",", ":")).encode()
@@ -176,6 +179,7 @@ class Manifest:
                 ties=tuple(tuple(names) for names in body["ties"]),
                 param_groups=tuple(tuple(names) for names in body["param_groups"]),
                 kind=body["kind"],
+                data_folder=_plain(body["data_folder"]) if body.get("data_folder") else "",
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(

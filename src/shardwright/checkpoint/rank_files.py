@@ -24,8 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwright.checkpoint import layout, safe_loading
-from shardwright.checkpoint.storage import local
+from shardwright.checkpoint import layout, safe_loading, storage
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 from shardwright.log import get_logger
 from shardwright.topology.context import World, world
@@ -142,7 +141,7 @@ def _write(path: Path, obj: Any, here: World, trust: bool) -> None:
         safe_loading.write_file(temporary, obj, trust=trust, name=path.name)
         _put_stamp(temporary, stamp)
         os.replace(temporary, path)
-        local.fsync_folder(path.parent)
+        storage.of(path).sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path} can't be written: {error.strerror or error}", where=here.describe()) from error
     finally:

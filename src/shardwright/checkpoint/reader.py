@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ from torch import Tensor
 from shardwright.checkpoint import safe_loading
 from shardwright.checkpoint.manifest import KeyPath, Slice
 from shardwright.checkpoint.plan import Box, Copy
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError
 
 
 class Reader:
     """The files of one checkpoint, each opened and mapped when something of it is first read."""
 
-    def __init__(self, folder: Path, *, trust: bool) -> None:
+    def __init__(self, folder: Place, *, trust: bool) -> None:
         self._folder = folder
         self._trust = trust
         self._open: dict[str, Any] = {}

@@ -44,7 +44,7 @@ def load(
     with_model: does the checkpoint hold a model?
     Raises: CheckpointError naming what is nowhere in the checkpoint.
     """
-    work = _Load(chosen, model, Reader(chosen.folder, trust=trust))
+    work = _Load(chosen, model, Reader(chosen.files, trust=trust))
     if with_model:
         work.load_model(strict=strict)
     if optimizer is not None:

@@ -38,8 +38,10 @@ from torch.serialization import (
     set_crc32_options,
 )
 
+from shardwright.checkpoint import storage
 from shardwright.checkpoint.integrity import HashingWriter
 from shardwright.checkpoint.manifest import Blocks
+from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.errors import CheckpointError
 
 _MIN_BLOCK_BYTES = 1 << 20
@@ -66,7 +68,7 @@ class Written(NamedTuple):
     blocks: Blocks
 
 
-def write_file(path: Path, content: object, *, trust: bool, name: str = "", crc: bool = True) -> Written:
+def write_file(path: Place, content: object, *, trust: bool, name: str = "", crc: bool = True) -> Written:
     """Write a new torch file durably and make sure that it can be read back.
 
     name: what errors call it, if the path is only its first one.   crc: False leaves out the sums that torch puts into the
@@ -91,7 +93,7 @@ def write_file(path: Path, content: object, *, trust: bool, name: str = "", crc:
     return Written(writer.size_bytes, digest, writer.blocks())
 
 
-def read_file(path: Path, *, trust: bool, mmap: bool = True, map_location: Any = "cpu") -> Any:
+def read_file(path: Place, *, trust: bool, mmap: bool = True, map_location: Any = "cpu") -> Any:
     """Load a torch file. Its tensors are mapped from the file (privately) unless mmap is False, or it is of the form
     before torch 1.6.
 
@@ -99,12 +101,11 @@ def read_file(path: Path, *, trust: bool, mmap: bool = True, map_location: Any =
 
     Raises: CheckpointError naming the file, and the type where that is the reason.
     """
-    mmap = mmap and zipfile.is_zipfile(path)
     try:
-        if trust:
-            return torch.load(path, weights_only=False, mmap=mmap, map_location=map_location)
-        with safe_globals(allow_list()):
-            return torch.load(path, weights_only=True, mmap=mmap, map_location=map_location)
+        if isinstance(path, RemotePath):
+            with path.open() as file:
+                return _load(file, trust=trust, mmap=False, map_location=map_location)
+        return _load(path, trust=trust, mmap=mmap and zipfile.is_zipfile(path), map_location=map_location)
     except Exception as error:
         refused = [] if trust else _refused_types(path)
         if refused:
@@ -118,6 +119,11 @@ def read_file(path: Path, *, trust: bool, mmap: bool = True, map_location: Any =
             f"{path.name} can't be loaded{'' if trust else ' safely'}: {reason}",
             where=str(path),
         ) from error
+
+
+def _load(file: Path | IO[bytes], *, trust: bool, mmap: bool, map_location: Any) -> Any:
+    with nullcontext() if trust else safe_globals(allow_list()):
+        return torch.load(file, weights_only=not trust, mmap=mmap, map_location=map_location)
 
 
 @functools.cache
@@ -208,7 +214,7 @@ def _without_crc() -> Iterator[None]:
         set_crc32_options(before)
 
 
-def _refuse_at_save_time(path: Path, name: str) -> None:
+def _refuse_at_save_time(path: Place, name: str) -> None:
     try:
         read_file(path, trust=False)
     except CheckpointError as error:
@@ -225,10 +231,10 @@ def _refuse_at_save_time(path: Path, name: str) -> None:
         ) from error
 
 
-def _refused_types(path: Path) -> list[str]:
+def _refused_types(path: Place) -> list[str]:
     try:
-        with safe_globals(allow_list()):
-            return sorted(get_unsafe_globals_in_checkpoint(str(path)))
+        with safe_globals(allow_list()), storage.of(path).open(path) as file:
+            return sorted(get_unsafe_globals_in_checkpoint(file))
     except Exception:  # not a torch file at all: the caller reports the first error
         return []
 

@@ -18,13 +18,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import shardwright
-from shardwright.checkpoint import background, full, layout, random_state, retention, safe_loading, state
+from shardwright.checkpoint import background, full, layout, random_state, retention, safe_loading, state, storage
 from shardwright.checkpoint.collective import (
     absolute,
     agree,
@@ -33,11 +32,11 @@ from shardwright.checkpoint.collective import (
     run_everywhere,
     run_on_rank_zero,
 )
-from shardwright.checkpoint.folder import local_root, prune
+from shardwright.checkpoint.folder import prune
 from shardwright.checkpoint.layout import Layout, Role, StateRole
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, merge_entries
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer, TensorRow
-from shardwright.checkpoint.storage import local
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, NotBuiltError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology import rng
@@ -124,7 +123,7 @@ def save_checkpoint(
         },
     )
     background.finish()
-    root = local_root(where)
+    root = storage.place(where)
     if not partial and not blocking:
         raise NotBuiltError(
             "a full checkpoint can't be written in the background yet",
@@ -146,13 +145,14 @@ class _Save:
 
     def __init__(
         self,
-        root: Path,
+        root: Place,
         folder: str,
         model: CheckpointModel | None,
         optimizer: CheckpointOptimizer | None,
         trust: bool,
     ) -> None:
         self.root = root
+        self.store = storage.of(root)
         self.folder = folder
         self.model = model
         self.optimizer = optimizer
@@ -166,7 +166,7 @@ class _Save:
         started = time.monotonic()
         run_everywhere(self.call, self._check_ready)
         save_id = run_on_rank_zero(self.call, lambda: self._prepare(user_content))
-        temporary = self.root / layout.saving_folder(self.folder, save_id)
+        temporary = self.store.saving(self.root, self.folder, save_id)
         try:
             parts = run_everywhere(self.call, lambda: self._own_parts(temporary))
             described = self._described()
@@ -182,7 +182,7 @@ class _Save:
             )
         except BaseException:
             if world().rank == 0:
-                local.discard(temporary)
+                self.store.discard(temporary)
             raise
         if rank_zero():
             self._log_end(size_bytes, started)
@@ -194,7 +194,7 @@ class _Save:
     def _in_background(
         self,
         parts: Sequence[_Part],
-        temporary: Path,
+        temporary: Place,
         save_id: str,
         described: _Described,
         keep: int | None,
@@ -206,7 +206,7 @@ class _Save:
         except Exception as error:
             background.tell(temporary, self.here.rank, CheckpointError(f"{type(error).__name__}: {error}"))
             if self.here.rank == 0:
-                local.discard(temporary)
+                self.store.discard(temporary)
             raise
         background.tell(temporary, self.here.rank, written)
         if self.here.rank > 0:
@@ -215,7 +215,7 @@ class _Save:
             everything = background.gather(temporary, self.here)
             size_bytes = self._commit(temporary, save_id, everything, described, keep)
         except BaseException:
-            local.discard(temporary)
+            self.store.discard(temporary)
             raise
         if rank_zero():
             self._log_end(size_bytes, started)
@@ -229,20 +229,20 @@ class _Save:
 
     def _prepare(self, user_content: Any) -> str:
         """Rank 0: clean up, make the temporary folder, write what may be refused; return the save id."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.store.prepare(self.root)
         save_id = uuid.uuid4().hex
-        local.clean_leftovers(self.root, unique=save_id)
-        temporary = self.root / layout.saving_folder(self.folder, save_id)
-        temporary.mkdir()
+        self.store.clean_leftovers(self.root, unique=save_id)
+        temporary = self.store.saving(self.root, self.folder, save_id)
+        self.store.begin(temporary)
         try:
             content = {} if user_content is None else user_content
             self._write(temporary, layout.USER_CONTENT, "user_content", content)
         except BaseException:
-            local.discard(temporary)
+            self.store.discard(temporary)
             raise
         return save_id
 
-    def _own_parts(self, temporary: Path) -> list[_Part]:
+    def _own_parts(self, temporary: Place) -> list[_Part]:
         """What this rank writes; tensors are the live ones."""
         if not temporary.is_dir():
             raise CheckpointError(
@@ -280,7 +280,7 @@ class _Save:
             parts.append(_Part(layout.PARTITION_INFO, "partition_info", lambda: old_form))
         return parts
 
-    def _write_all(self, parts: Sequence[_Part], temporary: Path) -> _Written:
+    def _write_all(self, parts: Sequence[_Part], temporary: Place) -> _Written:
         entries: list[Entry] = []
         for part in parts:
             content = part.make()
@@ -297,7 +297,7 @@ class _Save:
         )
 
     def _commit(
-        self, temporary: Path, save_id: str, written: Sequence[_Written], described: _Described, keep: int | None
+        self, temporary: Place, save_id: str, written: Sequence[_Written], described: _Described, keep: int | None
     ) -> int:
         """Rank 0: write the manifest, give the folder its name, move `newest`, delete what is too old."""
         files = {name: record for rank in written for name, record in rank.files.items()}
@@ -316,12 +316,11 @@ class _Save:
             partition=described.partition,
             ties=described.ties,
             param_groups=described.param_groups,
+            data_folder=self.store.data_folder(save_id),
         )
         data = manifest.to_bytes()
-        local.write_durably(temporary / layout.MANIFEST, data)
-        local.fsync_folder(temporary)
-        local.publish(temporary, self.root / self.folder, unique=save_id)
-        local.replace_text(self.root / layout.NEWEST, self.folder, unique=save_id)
+        self.store.commit(temporary, self.root / self.folder, data, unique=save_id)
+        self.store.replace_text(self.root / layout.NEWEST, self.folder, unique=save_id)
         prune(self.root, newest=self.folder, keep=keep, unique=save_id)
         return len(data) + sum(record.size_bytes for record in files.values())
 
@@ -336,7 +335,7 @@ class _Save:
         record = None if self.model is None else self.model.partition_record()
         return None if record is None else json.loads(json.dumps(record))
 
-    def _write(self, temporary: Path, name: str, role: Role, content: Any) -> None:
+    def _write(self, temporary: Place, name: str, role: Role, content: Any) -> None:
         written = safe_loading.write_file(temporary / name, content, trust=self.trust, crc=False)
         self.files[name] = FileRecord(written.size_bytes, written.digest, role, self.here.rank, written.blocks)
 

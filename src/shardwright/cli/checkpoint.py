@@ -160,9 +160,8 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would go.")] = False,
 ) -> None:
     """Delete the oldest partial checkpoints; incomplete ones go first, the one in 'newest' stays."""
-    from shardwright.checkpoint import folder, layout, retention
+    from shardwright.checkpoint import folder, layout, retention, storage
     from shardwright.checkpoint.inspection import checkpoints
-    from shardwright.checkpoint.storage import local
 
     newest = next((c.name for c in checkpoints(path) if c.is_newest), "")
     if not newest:
@@ -173,7 +172,7 @@ def prune(
     doomed = retention.surplus(folder.partial_checkpoints(path), newest=newest, keep=keep)
     for name in doomed:
         if not dry_run:
-            local.remove(path / name, unique=uuid.uuid4().hex)
+            storage.of(path).remove(path / name, unique=uuid.uuid4().hex)
         typer.echo(f"{'would delete' if dry_run else 'deleted'} {name}")
     if not doomed:
         typer.echo("nothing to delete")

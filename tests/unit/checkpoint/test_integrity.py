@@ -14,6 +14,7 @@ from shardwright.checkpoint import integrity, layout
 from shardwright.checkpoint.integrity import HashingWriter
 from shardwright.checkpoint.layout import Layout
 from shardwright.checkpoint.manifest import FileRecord, Manifest
+from shardwright.checkpoint.storage import steps
 
 
 @pytest.fixture
@@ -113,18 +114,13 @@ def test_blocks_cover_the_file_whatever_the_pieces_written(tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_raised_by_finish_and_names_the_file(tmp_path: Path) -> None:
-    writer = HashingWriter(tmp_path / "f")
-    real = writer._file
-
-    class Full:
-        def write(self, data: Any) -> int:
+    def full(operation: str, where: str) -> None:
+        if operation == "write":
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        def close(self) -> None:
-            real.close()
-
-    writer._file = Full()  # type: ignore[assignment]
-    torch.save({"x": torch.arange(10)}, writer)  # survives: the serializer can't handle an exception
+    writer = HashingWriter(tmp_path / "f")
+    with steps.watched(full):
+        torch.save({"x": torch.arange(10)}, writer)  # survives: the serializer can't handle an exception
     with pytest.raises(OSError, match=r"No space left on device: .*f'") as caught:
         writer.finish()
     assert caught.value.errno == errno.ENOSPC

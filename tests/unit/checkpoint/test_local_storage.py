@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.checkpoint import layout
-from shardwright.checkpoint.storage import local
+from shardwright.checkpoint.storage import local as module
+from shardwright.checkpoint.storage import steps
+
+local = module.LocalStorage()
 
 
 def make(folder: Path, content: str) -> Path:
@@ -21,7 +24,7 @@ def make(folder: Path, content: str) -> Path:
 @pytest.fixture(params=["exchange", "move aside"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "move aside":
-        monkeypatch.setattr(local, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(module, "_exchange", lambda one, other: False)
     return str(request.param)
 
 
@@ -40,7 +43,7 @@ def test_an_existing_name_is_replaced(tmp_path: Path, way: str) -> None:
 
 def test_exchange_is_there_on_this_system(tmp_path: Path) -> None:
     one, other = make(tmp_path / "a", "a"), make(tmp_path / "b", "b")
-    if not local._exchange(one, other):
+    if not module._exchange(one, other):
         pytest.skip("this file system can't exchange")
     assert (one / "f").read_text() == "b"
     assert (other / "f").read_text() == "a"
@@ -48,7 +51,7 @@ def test_exchange_is_there_on_this_system(tmp_path: Path) -> None:
 
 def test_a_failed_replacement_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path / "t_partial", "old")
-    monkeypatch.setattr(local, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(module, "_exchange", lambda one, other: False)
     with pytest.raises(FileNotFoundError):
         local.publish(tmp_path / "not there", tmp_path / "t_partial", unique="1")
     assert (tmp_path / "t_partial" / "f").read_text() == "old"
@@ -68,18 +71,17 @@ def test_leftovers_are_removed_and_an_interrupted_replacement_is_undone(tmp_path
     assert (tmp_path / "v_partial" / "f").read_text() == "new"
 
 
-def test_text_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_replaced_in_one_step(tmp_path: Path) -> None:
     newest = tmp_path / "newest"
     local.replace_text(newest, "a_partial", unique="1")
     local.replace_text(newest, "b_partial", unique="2")
     assert newest.read_text() == "b_partial"
 
-    def full(path: Path, data: bytes) -> None:
-        path.write_bytes(b"")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(operation: str, where: str) -> None:
+        if operation == "sync":
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(local, "write_durably", full)
-    with pytest.raises(OSError, match="No space"):
+    with steps.watched(full), pytest.raises(OSError, match="No space"):
         local.replace_text(newest, "c_partial", unique="3")
     assert newest.read_text() == "b_partial"
     assert os.listdir(tmp_path) == ["newest"]
@@ -94,6 +96,6 @@ def test_removing_what_is_gone_or_stubborn_raises_nothing(
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(local.shutil, "rmtree", refuse)
+    monkeypatch.setattr(module.shutil, "rmtree", refuse)
     local.remove(folder, unique="1")
     assert not folder.exists()  # it lost its name first, so nobody takes it for whole

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint import layout, safe_loading, state
+from shardwright.checkpoint import layout, safe_loading, state, storage
 from shardwright.checkpoint.exchange import dcp
 from shardwright.checkpoint.exchange.source import Source, dtype_of, path_of
 from shardwright.checkpoint.manifest import OBJECT, Entry
-from shardwright.checkpoint.storage import local
 from shardwright.errors import UsageError
 
 Advance = Callable[[int], None]
@@ -122,7 +121,5 @@ def _publish(out: Path, write: Callable[[Path], Any]) -> None:
         write(temporary)
         os.rename(temporary, out)
     finally:
-        if temporary.is_dir():
-            local.discard(temporary)
-        temporary.unlink(missing_ok=True)
-    local.fsync_folder(out.parent)
+        storage.of(out).discard(temporary)
+    storage.of(out).sync_folder(out.parent)

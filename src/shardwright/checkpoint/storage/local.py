@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from shardwright.checkpoint import layout
+from shardwright.checkpoint.storage import steps
+from shardwright.checkpoint.storage.base import Storage
 from shardwright.log import get_logger
 
 _log = get_logger(__name__)
@@ -17,117 +20,192 @@ _log = get_logger(__name__)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+_BUFFER_BYTES = 1 << 20
 
 
-def fsync_folder(path: Path) -> None:
-    """Make the names inside a folder durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EROFS):  # file systems that can't, or needn't
-            raise
-    finally:
-        os.close(fd)
+class _File:
+    """See `NewFile`."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        steps.reached("create", path)
+        self._file = open(path, "xb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - closed by finish or abandon
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and wait until the disk has it."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    def write(self, data: bytes | memoryview) -> int:
+        steps.reached("write", self._path)
+        return self._file.write(data)
 
-
-def replace_text(path: Path, text: str, *, unique: str) -> None:
-    """Give `path` this content in one step: readers see the old text or the new, also after a crash."""
-    temporary = path.parent / f"{layout.WORK_PREFIX}{path.name}-{unique}"
-    try:
-        write_durably(temporary, text.encode())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
-
-
-def keep_as(path: Path, second: Path) -> None:
-    """Give a file a second name, in place of what has that; where there are no hard links, it only has the second name
-    then. Does nothing if there is no such file.
-    """
-    second.unlink(missing_ok=True)
-    with suppress(FileNotFoundError):
+    def finish(self) -> None:
         try:
-            os.link(path, second)
-        except FileNotFoundError:
-            raise
+            steps.reached("sync", self._path)
+            self._file.flush()
+            os.fsync(self._file.fileno())
         except OSError:
-            os.replace(path, second)
+            self.abandon()
+            raise
+        self._file.close()
+
+    def abandon(self) -> None:
+        with suppress(OSError):  # the buffer may hold what the disk refused
+            self._file.close()
 
 
-def publish(temporary: Path, final: Path, *, unique: str) -> None:
-    """Give a finished folder its final name; at no moment is the tag without a complete checkpoint.
+class LocalStorage(Storage):
+    """A save is written into a folder of its own, which is renamed to its final name; see `layout` for the names."""
 
-    If `final` exists the two are exchanged and the old one is deleted; where the file system can't exchange,
-    the old one is moved to the name of `layout.previous_folder`, which resume accepts, until the new one is
-    in place.
-    """
-    if not os.path.lexists(final):
-        os.rename(temporary, final)
-        fsync_folder(final.parent)
-        return
-    if _exchange(temporary, final):
-        fsync_folder(final.parent)
-        remove(temporary, unique=unique)
-        return
-    previous = final.parent / layout.previous_folder(final.name)
-    os.rename(final, previous)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        os.rename(previous, final)
-        raise
-    fsync_folder(final.parent)
-    remove(previous, unique=unique)
+    def sizes(self, folder: Path) -> dict[str, int]:
+        found = {}
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(OSError):  # just deleted, or a link that leads nowhere
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
+    def open(self, path: Path) -> io.BufferedReader:
+        return open(path, "rb")
 
-def remove(path: Path, *, unique: str) -> None:
-    """Delete a folder or file so that no half-deleted one keeps its name. What can't be deleted is logged,
-    not raised.
-    """
-    doomed = path.parent / layout.deleting_folder(path.name, unique)
-    try:
-        if not path.name.startswith(layout.WORK_PREFIX):
-            os.rename(path, doomed)
-            path = doomed
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except FileNotFoundError:
-        return  # someone else was faster: what was wanted is the case
-    except OSError as error:
-        _log.warning("could not delete %s: %s (left for the next save)", path, error)
+    # ------------------------------------------------------------------ files
 
+    def create(self, path: Path) -> _File:
+        return _File(path)
 
-def clean_leftovers(path: Path, *, unique: str) -> None:
-    """Remove what interrupted saves left in `path`; put a replaced checkpoint back if its successor never
-    came.
+    def put(self, path: Path, data: bytes) -> None:
+        file = self.create(path)
+        try:
+            file.write(data)
+            file.finish()
+        except OSError:
+            file.abandon()
+            raise
 
-    Called by: one rank, when no save into `path` runs.
-    """
-    for name in sorted(os.listdir(path)):
-        entry = path / name
-        if name.startswith(layout.WORK_PREFIX):
-            _log.info("removing the leftover of an interrupted save: %s", entry)
-            remove(entry, unique=unique)
-        elif name.endswith(layout.PARTIAL_SUFFIX + layout.PREVIOUS_SUFFIX):
-            final = path / name.removesuffix(layout.PREVIOUS_SUFFIX)
-            if os.path.lexists(final):
-                remove(entry, unique=unique)
+    def replace_text(self, path: Path, text: str, *, unique: str) -> None:
+        temporary = path.parent / f"{layout.WORK_PREFIX}{path.name}-{unique}"
+        try:
+            self.put(temporary, text.encode())
+            self.move(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.sync_folder(path.parent)
+
+    def upload(self, source: Path, path: Path) -> None:
+        self.move(source, path)
+        self.sync_folder(path.parent)
+
+    def move(self, path: Path, final: Path) -> None:
+        steps.reached("move", final)
+        os.replace(path, final)
+
+    def keep_as(self, path: Path, second: Path) -> None:
+        """Where there are no hard links the file only has the second name then."""
+        steps.reached("link", second)
+        second.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            try:
+                os.link(path, second)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                os.replace(path, second)
+
+    def sync_folder(self, path: Path) -> None:
+        steps.reached("sync", path)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBADF, errno.EROFS):  # file systems that can't, or needn't
+                raise
+        finally:
+            os.close(fd)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def prepare(self, root: Path) -> None:
+        steps.reached("make folder", root)
+        root.mkdir(parents=True, exist_ok=True)
+
+    def saving(self, root: Path, folder: str, save_id: str) -> Path:
+        return root / layout.saving_folder(folder, save_id)
+
+    def begin(self, saving: Path) -> None:
+        steps.reached("make folder", saving)
+        saving.mkdir()
+
+    def data_folder(self, save_id: str) -> str:
+        return ""
+
+    def commit(self, saving: Path, final: Path, manifest: bytes, *, unique: str) -> None:
+        """At no moment is the tag without a complete checkpoint. If `final` exists the two folders are exchanged and the
+        old one is deleted; where the file system can't exchange, the old one is moved to the name of
+        `layout.previous_folder`, which resume accepts, until the new one is in place.
+        """
+        self.put(saving / layout.MANIFEST, manifest)
+        self.sync_folder(saving)
+        self.publish(saving, final, unique=unique)
+
+    def publish(self, temporary: Path, final: Path, *, unique: str) -> None:
+        """Give a folder with its manifest its final name, see `commit`."""
+        if not os.path.lexists(final):
+            steps.reached("move", final)
+            os.rename(temporary, final)
+            self.sync_folder(final.parent)
+            return
+        steps.reached("exchange", final)
+        if _exchange(temporary, final):
+            self.sync_folder(final.parent)
+            self.remove(temporary, unique=unique)
+            return
+        previous = final.parent / layout.previous_folder(final.name)
+        steps.reached("move", previous)
+        os.rename(final, previous)
+        try:
+            steps.reached("move", final)
+            os.rename(temporary, final)
+        except OSError:
+            os.rename(previous, final)
+            raise
+        self.sync_folder(final.parent)
+        self.remove(previous, unique=unique)
+
+    def remove(self, path: Path, *, unique: str) -> None:
+        doomed = path.parent / layout.deleting_folder(path.name, unique)
+        try:
+            steps.reached("delete", path)
+            if not path.name.startswith(layout.WORK_PREFIX):
+                os.rename(path, doomed)
+                path = doomed
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
             else:
-                os.rename(entry, final)
-                _log.warning("restored %s, whose replacement was interrupted", final)
+                path.unlink()
+        except FileNotFoundError:
+            return  # someone else was faster: what was wanted is the case
+        except OSError as error:
+            _log.warning("could not delete %s: %s (left for the next save)", path, error)
+
+    def discard(self, path: Path) -> None:
+        with suppress(OSError):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def clean_leftovers(self, root: Path, *, unique: str) -> None:
+        """A replaced checkpoint whose successor never came is put back."""
+        for name in sorted(os.listdir(root)):
+            entry = root / name
+            if name.startswith(layout.WORK_PREFIX):
+                _log.info("removing the leftover of an interrupted save: %s", entry)
+                self.remove(entry, unique=unique)
+            elif name.endswith(layout.PARTIAL_SUFFIX + layout.PREVIOUS_SUFFIX):
+                final = root / name.removesuffix(layout.PREVIOUS_SUFFIX)
+                if os.path.lexists(final):
+                    self.remove(entry, unique=unique)
+                else:
+                    os.rename(entry, final)
+                    _log.warning("restored %s, whose replacement was interrupted", final)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -142,9 +220,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(other))
-
-
-def discard(path: Path) -> None:
-    """Delete an unfinished folder after a failed save; never raises, the next save tries again."""
-    with suppress(OSError):
-        shutil.rmtree(path)

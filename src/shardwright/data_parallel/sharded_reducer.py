@@ -13,6 +13,7 @@ from shardwright.data_parallel.comm_hook import Waitable
 from shardwright.data_parallel.live_bucket import LiveBucket
 from shardwright.data_parallel.optimizer_state import FlatBucket, ShardedParameters
 from shardwright.data_parallel.reducer import GradientReducer, ReplicaAxis
+from shardwright.topology.host_memory import empty_apart
 from shardwright.transport import collectives
 
 Buffers = dict[tuple[torch.dtype, torch.device], Tensor]
@@ -53,12 +54,10 @@ class ShardedReducer(GradientReducer):
         for bucket in self.sharded.cover(trained, self._cap_bytes):
             self._live.append(ShardedBucket(bucket, self._buffers, self._reduce_scatter))
 
-    def abandon(self) -> None:
-        """Forget the step under way, after an error; memory that a reduction may still write to is let go."""
+    def _rest(self) -> None:
+        """The step is over; what gradients were packed into is memory for activations until the next backward."""
         self._buffers.clear()
-        for bucket in self._live:
-            bucket.let_go()
-        super().abandon()
+        super()._rest()
 
     def _begin(self) -> None:
         if self._begun:
@@ -93,8 +92,7 @@ class ShardedBucket(LiveBucket):
 
     buffers: by dtype and device; none is in use between `wait` and the next `start`.
     reduce_scatter: starts to fill this rank's share, its first argument, of the sum over ranks of the second.
-    The share is the memory of the pieces' gradients, and stays: fresh memory costs several times a copy, and blocks
-    that come and go between activations leave holes.
+    The share is the memory of the pieces' gradients, and goes with them.
     """
 
     def __init__(
@@ -103,20 +101,13 @@ class ShardedBucket(LiveBucket):
         self._home = home
         self._buffers = buffers
         self._reduce_scatter = reduce_scatter
-        self._kept: Tensor | None = None
         self._share: Tensor | None = None
         super().__init__(home.plan, home.parameters, gradient_as_view=True)
-        self._buffer()
-        self._fresh_share()
 
     def rest(self) -> None:
         """Forget the step; the pieces' gradients stay."""
         super().rest()
         self._share = None
-
-    def let_go(self) -> None:
-        """Use the memory of the pieces' gradients no more."""
-        self._kept = None
 
     def start(self, contribute: bool) -> None:
         """Pack this rank's gradients, or zeros if it does not contribute, let go of them, and start to reduce."""
@@ -133,7 +124,7 @@ class ShardedBucket(LiveBucket):
             self._pack(self._views_of(flat))
         else:
             flat.zero_()
-        share = self._fresh_share()
+        share = empty_apart(home.share, gradient_dtype(self.parameters[0]), home.flat.device)
         return share, self._reduce_scatter(share, flat)
 
     def _buffer(self) -> Tensor:
@@ -141,18 +132,8 @@ class ShardedBucket(LiveBucket):
         dtype, like = gradient_dtype(self.parameters[0]), self._home.flat
         buffer = self._buffers.get((dtype, like.device))
         if buffer is None or len(buffer) < len(like):
-            buffer = self._buffers[dtype, like.device] = torch.empty_like(like, dtype=dtype)
+            buffer = self._buffers[dtype, like.device] = empty_apart(len(like), dtype, like.device)
         return buffer[: len(like)]
-
-    def _fresh_share(self) -> Tensor:
-        """Memory for a share: the one of the step before, unless there are gradients in it."""
-        dtype = gradient_dtype(self.parameters[0])
-        in_use = self._share is not None or any(piece.tensor.grad is not None for piece in self._home.pieces)
-        if self._kept is None or self._kept.dtype != dtype or in_use:
-            fresh = self._home.flat.new_empty(self._home.share, dtype=dtype)
-            self._kept = fresh if self._kept is None or not in_use else self._kept
-            return fresh
-        return self._kept
 
     def wait(self, divisor: float) -> None:
         """Wait for the reduction, if that was not done yet. The division happens in `write_back`."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
+
+import torch
+from torch import Tensor
 
 _M_ARENA_MAX = -8  # glibc's malloc.h
 
@@ -18,3 +22,14 @@ def share_one_arena() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)
+
+
+def empty_apart(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a flat tensor for large values that come and go between small ones that stay.
+
+    On the CPU its memory isn't the allocator's: it goes back to the system with the last tensor that shares it, and leaves
+    no hole between others. New pages cost a fault each, so it is not for what a step uses many times.
+    """
+    if device.type != "cpu" or not num_elements:
+        return torch.empty(num_elements, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_elements * dtype.itemsize), dtype=dtype)

@@ -87,6 +87,9 @@ class FakeModel:
             return None
         return {"stage_of": {f"blocks.{i}": i * self.stages // BLOCKS for i in range(BLOCKS)}, "how": "fake"}
 
+    def structure_record(self) -> None:
+        return None
+
     def restore_partition(self, record: Mapping[str, Any]) -> None:
         if record != self.partition_record():
             raise PartitionError(f"partition {record} isn't mine")

@@ -20,12 +20,13 @@ Source: api.md 9.5, design.md section 6.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shardwright.errors import CheckpointError
 
-Role = Literal["model", "optimizer", "fp16_states", "rng", "user_content", "partition_info"]
+Role = Literal["model", "optimizer", "fp16_states", "rng", "user_content", "partition_info", "origin_rng"]
 StateRole = Literal["model", "optimizer", "fp16_states"]
 Precision = Literal["fp32", "fp16", "bf16"]
 
@@ -54,6 +55,11 @@ class Layout:
     shard_optimizer_state: bool = False
     sharded_data_parallel_degree: int = 1
     precision: Precision = "fp32"
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Layout:
+        """Of what `dataclasses.asdict` made of one; fields of later versions are left out."""
+        return cls(**{key: value for key, value in record.items() if key in cls.__dataclass_fields__})
 
     @property
     def world_size(self) -> int:
@@ -124,6 +130,11 @@ def writes_state(layout: Layout, role: StateRole, *, rdp: int) -> bool:
 def rng_file(rank: int) -> str:
     """Return the name of the file with the random state of a world rank."""
     return f"rng_{rank}.pt"
+
+
+def origin_rng_file(rank: int) -> str:
+    """Return the name of the file with the random state of a rank of the layout that a checkpoint was converted from."""
+    return f"origin_rng_{rank}.pt"
 
 
 def saving_folder(folder: str, save_id: str) -> str:

@@ -102,7 +102,8 @@ def resume_from_checkpoint(
     translate_function: for full checkpoints, see `full.resume`.
     load_sharded_optimizer_state: for sharded data parallelism, without effect here.
     trust: load files that could run code.
-    With the same layout the saved partition is taken over and the random state restored at once. With another one the
+    With the same layout the saved partition is taken over and the random state restored at once, if the checkpoint has any:
+    one that was converted to this layout has none. With another one the
     partition is taken over if the pipeline degree is the same, ranks keep their present random state, and every rank
     reads what it holds now out of whichever files have it, see `reshard`.
     Tensors are loaded when the model is partitioned: now with one stage, else during the first step.
@@ -206,7 +207,7 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
         optimizer=own("optimizer") if request.optimizer is not None else None,
         fp16_states=own("fp16_states") if request.optimizer is not None and manifest.has("fp16_states") else None,
         user_content=layout.USER_CONTENT if layout.USER_CONTENT in manifest.files else None,
-        rng=layout.rng_file(here.rank),
+        rng=layout.rng_file(here.rank) if manifest.has("rng") else None,
     )
     if unlisted := files.required(strict=request.strict) - manifest.files.keys():
         raise CheckpointError(

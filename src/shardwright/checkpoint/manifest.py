@@ -11,6 +11,10 @@ Version 1, one object:
     versions           of shardwright, torch, python
     partition          the partition plan as JSON, or null with one stage
     ties               lists of names that are one tensor
+    structure          modules and parameters of the model, see `partition.tree.to_record`, and "scaled", names of parameters
+                       that act on the samples of the whole tp group; null if unknown
+    origin             of what was converted from another layout: that "layout", its "partition", and "cuts" over tp ranks (name
+                       to dim and ranges); else null. Random state of its ranks lies in files with the role "origin_rng"
     param_groups       per optimizer group: plain names of all its parameters, unpartitioned order
     files              name -> bytes, xxh3_128, role, writer (world rank), and where it has been summed in blocks
                        "blocks": [bytes of a block, base64 of the big-endian xxh3_64 of each block in turn]
@@ -119,6 +123,8 @@ class Manifest:
     param_groups: tuple[tuple[str, ...], ...] = ()
     kind: Literal["partial", "full"] = "partial"
     data_folder: str = ""
+    structure: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         """Return the JSON text of the file, checksum included."""
@@ -134,6 +140,8 @@ class Manifest:
             "partition": self.partition,
             "ties": self.ties,
             "param_groups": self.param_groups,
+            "structure": self.structure,
+            "origin": self.origin,
             "files": {name: _file_to_json(record) for name, record in self.files.items()},
             "data_folder": self.data_folder,
             "entries": [_entry_to_json(entry) for entry in self.entries],
@@ -169,9 +177,7 @@ class Manifest:
                 tag=str(body["tag"]),
                 save_id=str(body["save_id"]),
                 saved_at_s=int(body["saved_at_s"]),
-                layout=Layout(
-                    **{k: v for k, v in body["layout"].items() if k in Layout.__dataclass_fields__}
-                ),
+                layout=Layout.from_record(body["layout"]),
                 versions=body["versions"],
                 files={_plain(name): _file_from_json(f) for name, f in body["files"].items()},
                 entries=tuple(_entry_from_json(entry) for entry in body["entries"]),
@@ -180,6 +186,8 @@ class Manifest:
                 param_groups=tuple(tuple(names) for names in body["param_groups"]),
                 kind=body["kind"],
                 data_folder=_plain(body["data_folder"]) if body.get("data_folder") else "",
+                structure=body.get("structure"),
+                origin=body.get("origin"),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(
@@ -189,6 +197,10 @@ class Manifest:
     def names(self, role: StateRole) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of every tensor of a role by plain name (for the model: one per entry)."""
         return {entry.name: entry.shape for entry in self.entries if entry.role == role}
+
+    def role_of(self, role: Role) -> str | None:
+        """The first file of a role; None if there is none."""
+        return next((name for name, record in self.files.items() if record.role == role), None)
 
     def has(self, role: Role) -> bool:
         """True if at least one file of this role was written."""

@@ -15,7 +15,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
 from typing import Any, NamedTuple
@@ -74,6 +74,7 @@ class _Described:
     partition: dict[str, Any] | None
     ties: tuple[tuple[str, ...], ...]
     param_groups: tuple[tuple[str, ...], ...]
+    structure: Mapping[str, Any] | None
 
 
 def save_checkpoint(
@@ -294,6 +295,7 @@ class _Save:
             self._partition(),
             () if self.model is None else _tuples(self.model.tied_names()),
             () if self.optimizer is None else _tuples(self.optimizer.full_group_names()),
+            None if self.model is None or self.here.rank > 0 else self.model.structure_record(),
         )
 
     def _commit(
@@ -317,6 +319,7 @@ class _Save:
             ties=described.ties,
             param_groups=described.param_groups,
             data_folder=self.store.data_folder(save_id),
+            structure=described.structure,
         )
         data = manifest.to_bytes()
         self.store.commit(temporary, self.root / self.folder, data, unique=save_id)

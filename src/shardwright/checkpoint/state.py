@@ -81,6 +81,9 @@ class CheckpointModel(Protocol):
         stage.
         """
 
+    def structure_record(self) -> Mapping[str, Any] | None:
+        """The model's modules and parameters as JSON values, see `manifest`; called on world rank 0."""
+
     def restore_partition(self, record: Mapping[str, Any]) -> None:
         """Take this plan instead of tracing; called on every rank, before or after partitioning.
 

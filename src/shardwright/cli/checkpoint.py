@@ -1,4 +1,4 @@
-"""`shardwright ckpt`: look at checkpoints, verify, compare, export and prune them; no job and no accelerator needed."""
+"""`shardwright ckpt`: look at checkpoints, verify, compare, reshard, export and prune them; no job and no accelerator needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Trust = Annotated[bool, typer.Option("--trust", help="Read files that could run 
 
 def register(app: typer.Typer) -> None:
     """Add this file's commands to the command line."""
-    ckpt = typer.Typer(help="Look at checkpoints, verify, compare, export and prune them.", no_args_is_help=True)
+    ckpt = typer.Typer(help="Look at checkpoints, verify, compare, reshard, export and prune them.", no_args_is_help=True)
     from shardwright.cli import conversion
 
     for name, function in (
@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
         ("verify", verify),
         ("diff", diff),
         ("export", conversion.export),
+        ("reshard", conversion.reshard),
         ("prune", prune),
     ):
         ckpt.command(name)(function)

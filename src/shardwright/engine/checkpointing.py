@@ -22,6 +22,7 @@ from shardwright.engine.optimizer import WrappedOptimizer
 from shardwright.engine.state import state
 from shardwright.errors import UsageError
 from shardwright.partition.plan import PartitionPlan
+from shardwright.partition.tree import build_tree, to_record
 from shardwright.tensor_parallel import randomness
 from shardwright.topology import context
 
@@ -140,6 +141,13 @@ class SavedModel:
         plan = self._part.plan
         record: dict[str, Any] | None = None if plan is None else json.loads(plan.to_json())
         return record
+
+    def structure_record(self) -> Mapping[str, Any]:
+        """Modules, parameters, and which of these act on the samples of the whole tp group."""
+        tree = build_tree(self._part.module)
+        parameters = dict(self._part.module.named_parameters())
+        scaled = self._part.distribution.is_scaled
+        return {**to_record(tree), "scaled": [p.name for p in tree.parameters if scaled(parameters[p.name])]}
 
     def restore_partition(self, record: Mapping[str, Any]) -> None:
         """Use a saved partition instead of making one."""

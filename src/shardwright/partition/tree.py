@@ -5,9 +5,9 @@ Read once from the module; everything after it (cost, assignment, plan) works on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwright.partition.records import UNTRACED, Trace
 
@@ -183,4 +183,62 @@ def build_tree(module: nn.Module) -> ModuleTree:
     parameters = tuple(
         ParameterInfo(*fact, holders=tuple(names_of)) for fact, names_of in zip(facts, holders, strict=True)
     )
+    return ModuleTree(nodes=nodes, parameters=parameters)
+
+
+# ------------------------------------------------------------------ on disk
+
+
+_FLAGS = {"c": "container", "l": "lookup", "i": "indivisible"}
+
+
+def to_record(tree: ModuleTree) -> dict[str, Any]:
+    """What a tree is besides sizes, as JSON values: modules as [name, kind, flags], parameters as [name, trainable, holders]."""
+    return {
+        "modules": [
+            [node.name, node.kind, "".join(letter for letter, field in _FLAGS.items() if getattr(node, field))]
+            for node in tree.nodes.values()
+        ],
+        "parameters": [[p.name, p.trainable, p.holders] for p in tree.parameters],
+    }
+
+
+def from_record(record: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> ModuleTree:
+    """The tree that `to_record` was given.
+
+    sizes: elements and bytes of every tensor of the state dict by name; the tree's parameters must be in it.
+    """
+    parameters = tuple(
+        ParameterInfo(name, *sizes[name], trainable, tuple(holders)) for name, trainable, holders in record["parameters"]
+    )
+    names = {name for name, _, _ in record["modules"]}
+    children: dict[str, list[str]] = {name: [] for name in names}
+    own: dict[str, list[int]] = {name: [] for name in names}
+    buffer_bytes = dict.fromkeys(names, 0)
+    for name, _, _ in record["modules"]:
+        if name:
+            children[name.rpartition(".")[0]].append(name)
+    known = set()
+    for index, parameter in enumerate(parameters):
+        last = parameter.name.rpartition(".")[2]
+        for holder in parameter.holders:
+            own[holder].append(index)
+            known.add(f"{holder}.{last}" if holder else last)
+        known.add(parameter.name)
+    for name, (_, num_bytes) in sizes.items():
+        above = name.rpartition(".")[0]
+        if name not in known and above in buffer_bytes:
+            buffer_bytes[above] += num_bytes
+    nodes = {
+        name: ModuleNode(
+            name=name,
+            kind=kind,
+            parent=name.rpartition(".")[0] if name else None,
+            children=tuple(children[name]),
+            parameters=tuple(own[name]),
+            buffer_bytes=buffer_bytes[name],
+            **{field: letter in flags for letter, field in _FLAGS.items()},
+        )
+        for name, kind, flags in record["modules"]
+    }
     return ModuleTree(nodes=nodes, parameters=parameters)

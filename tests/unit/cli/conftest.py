@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,10 +31,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders "fp32" and "bf16", each with a partial checkpoint "two" and a full one "whole" of the same state."""
+    """Folders "fp32" and "bf16", each with a partial checkpoint "two" and a full one "whole" of the same state, and "losses.json" of the
+    two steps that came after."""
     root = tmp_path_factory.mktemp("small")
     for name, more in (("fp32", {}), ("bf16", {"bf16": True})):
         smp.init({"microbatches": 2, "log_level": "warning", **more})
-        small_checkpoints.save(root / name)
+        losses = small_checkpoints.save(root / name)
+        (root / name / "losses.json").write_text(json.dumps(losses))
         smp.shutdown()
     return root

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from partition_models import LM, Block
 from torch import nn
 
-from shardwright.partition.tree import build_tree
+from shardwright.partition.tree import build_tree, from_record, to_record
 
 
 def test_every_module_and_every_parameter_is_there_once() -> None:
@@ -60,3 +62,18 @@ def test_frozen_lookup_container_and_buffers_are_noted() -> None:
     assert tree.nodes["0"].lookup
     assert tree.nodes[""].container
     assert tree.nodes["1"].buffer_bytes == 4 * 4 + 4 * 4 + 8
+
+
+def test_a_tree_from_its_record_and_sizes() -> None:
+    model = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(5, 3),
+            "blocks": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU()),
+            "head": nn.Linear(3, 5, bias=False),
+        }
+    )
+    model["head"].weight = model["embedding"].weight
+    model["blocks"][0].bias.requires_grad_(False)
+    tree = build_tree(model)
+    sizes = {name: (t.numel(), t.numel() * t.element_size()) for name, t in model.state_dict().items()}
+    assert from_record(json.loads(json.dumps(to_record(tree))), sizes) == tree

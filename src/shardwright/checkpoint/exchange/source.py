@@ -30,13 +30,13 @@ class Source:
         self.trust = trust
         self.reader = Reader(checkpoint.place, trust=trust)
         self.manifest = usable_manifest(checkpoint)
-        if checkpoint.kind == "full" and (file := self._file("optimizer")) is not None:
+        if checkpoint.kind == "full" and (file := self.manifest.role_of("optimizer")) is not None:
             self.manifest = _with_optimizer(self.manifest, file, self.reader.value(file, ()))
 
     @property
     def has_optimizer(self) -> bool:
         """Was an optimizer saved?"""
-        return self._file("optimizer") is not None
+        return self.manifest.role_of("optimizer") is not None
 
     def entries(self, role: str) -> Iterator[Entry]:
         """Of one role, in the order in which they were saved."""
@@ -57,26 +57,29 @@ class Source:
 
     def groups(self) -> list[dict[str, Any]]:
         """The settings of each parameter group, without its parameters. Raises: CheckpointError without an optimizer."""
-        file = self._file("optimizer")
+        file = self.manifest.role_of("optimizer")
         if file is None:
             raise CheckpointError(f"{self.checkpoint.name} holds no optimizer: it was saved with optimizer=None")
         known = ("params", state.PARAM_NAMES)
         return [{k: v for k, v in group.items() if k not in known} for group in self.reader.value(file, ("param_groups",))]
 
+    @property
+    def groups_are_named(self) -> bool:
+        """Does torch keep names of parameters in the groups?"""
+        file = self.manifest.role_of("optimizer")
+        return file is not None and any(state.PARAM_NAMES in g for g in self.reader.value(file, ("param_groups",)))
+
     def scaler(self) -> dict[str, Any]:
         """Plain values of the loss scaler; {} in full precision."""
-        file = self._file("fp16_states") or (self._file("optimizer") if self.checkpoint.kind == "full" else None)
+        file = self.manifest.role_of("fp16_states") or (self.manifest.role_of("optimizer") if self.checkpoint.kind == "full" else None)
         content = {} if file is None else self.reader.value(file, ())
         return {key: value for key, value in content.items() if key not in SCALER_IS_NOT}
 
     def user_content(self) -> Any:
         """What resume gives back."""
-        file = self._file("user_content")
+        file = self.manifest.role_of("user_content")
         return {} if file is None else self.reader.value(file, ())
 
-    def _file(self, role: str) -> str | None:
-        """The first file of a role."""
-        return next((name for name, record in self.manifest.files.items() if record.role == role), None)
 
 
 def dtype_of(entry: Entry) -> torch.dtype:

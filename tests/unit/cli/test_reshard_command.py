@@ -1,0 +1,148 @@
+"""`shardwright ckpt reshard`: what is written, the way back, and what is refused. Jobs resume in tests/multiprocess."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwright.torch as smp
+import small_checkpoints
+from shardwright.checkpoint.manifest import Manifest
+
+Run = Callable[..., tuple[int, str]]
+
+LAYOUTS = {
+    "stages": ("--pp", 3, "--rdp", 2),
+    "shared": ("--pp", 2, "--rdp", 2, "--shard-optimizer-state", "--bucket-cap-mb", 0.001),
+    "replicas": ("--rdp", 3, "--shard-optimizer-state", "--placement-strategy", "spread"),
+    "sharded": ("--rdp", 4, "--sharded-data-parallel-degree", 2),
+}
+
+
+def manifest_of(folder: Path) -> Manifest:
+    return Manifest.from_bytes((folder / "manifest.json").read_bytes(), where="here")
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_another_layout_and_back(saved: Path, tmp_path: Path, run: Run, precision: str, name: str) -> None:
+    start, there, back = saved / precision, tmp_path / "there", tmp_path / "back"
+    assert run("reshard", start / "two", there, *LAYOUTS[name])[0] == 0
+    assert (there / "newest").read_text() == "two_partial"
+    assert run("verify", there, "--all")[0] == 0
+    assert run("diff", start / "two_partial", there / "two_partial") == (0, "no difference\n")
+    other = ("--pp", 1, "--rdp", 1, "--whole-optimizer-state", "--sharded-data-parallel-degree", 1)
+    assert run("reshard", there / "two", tmp_path / "between", "--pp", 2, *other[2:])[0] == 0
+    assert run("reshard", tmp_path / "between" / "two", back, *other, "--placement-strategy", "cluster")[0] == 0
+    files = sorted(path.name for path in (start / "two_partial").iterdir())
+    assert sorted(path.name for path in (back / "two_partial").iterdir()) == files
+    for file in files:
+        if file.endswith(".pt"):
+            contents = [torch.load(root / "two_partial" / file, weights_only=False) for root in (start, back)]
+            assert equal(*contents), file
+    one, two = (manifest_of(root / "two_partial") for root in (start, back))
+    assert (two.layout, two.partition, two.origin) == (one.layout, None, None)
+    assert (two.ties, two.param_groups, two.structure) == (one.ties, one.param_groups, one.structure)
+
+
+def test_layout_of_files(saved: Path, tmp_path: Path, run: Run) -> None:
+    """Every stage has something, tied tensors are on one stage and one tensor, and pieces are all of each parameter."""
+    code, text = run("reshard", saved / "bf16" / "two", tmp_path, *LAYOUTS["shared"], "--tag", "new", "--json")
+    assert code == 0
+    folder = tmp_path / "new_partial"
+    assert set(json.loads(text)["files"]) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+    parts = [torch.load(folder / f"model_{pp}_0.pt") for pp in range(2)]
+    assert all(len(part) > 1 for part in parts)
+    assert sum(len(part) - 1 for part in parts) == len(torch.load(saved / "bf16" / "whole"))
+    (holder,) = (part for part in parts if "head.weight" in part)
+    assert holder["head.weight"].data_ptr() == holder["embedding.weight"].data_ptr()
+    masters: dict[str, int] = {}
+    for pp in range(2):
+        for rdp in range(2):
+            content = torch.load(folder / f"fp16_states_{pp}_0_{rdp}.pt")
+            assert content["dynamic_loss_scale"] is False
+            for index, values in content["state"].items():
+                name = content["param_names"][index]
+                masters[name] = masters.get(name, 0) + values["fp32_from_fp16"].numel()
+    assert masters == {n: p.numel() for n, p in small_checkpoints.Small().named_parameters()}
+    assert torch.load(folder / "partition_info.pt")["pp_size"] == 2
+    assert not list(folder.glob("rng_*"))
+
+
+def test_from_a_full_checkpoint(saved: Path, tmp_path: Path, run: Run) -> None:
+    for precision in ("fp32", "bf16"):
+        out = tmp_path / precision
+        assert run("reshard", saved / precision / "whole", out, "--rdp", 2)[0] == 0
+        assert run("diff", saved / precision / "two", out / "whole_partial") == (0, "no difference\n")
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    smp.init({"microbatches": 2, "log_level": "warning"})
+    yield
+    smp.shutdown()
+
+
+@pytest.mark.parametrize("tag", ["two", "whole"])
+def test_training_goes_on(saved: Path, tmp_path: Path, run: Run, job: None, tag: str) -> None:
+    """From a checkpoint that was converted for this layout; that from a full one has no random state for it."""
+    other = ("--pp", 2, "--rdp", 3, "--shard-optimizer-state") if tag == "two" else ("--rdp", 3)
+    back = ("--pp", 1, "--rdp", 1, "--whole-optimizer-state")
+    assert run("reshard", saved / "fp32" / tag, tmp_path / "a", *other, "--tag", "other")[0] == 0
+    assert run("reshard", tmp_path / "a" / "other", tmp_path / "b", *back)[0] == 0
+    assert (tmp_path / "b" / "other_partial" / "rng_0.pt").exists() == (tag == "two")
+    model, optimizer = small_checkpoints.wrapped(seed=1)
+    assert smp.resume_from_checkpoint(tmp_path / "b")["step"] == 2
+    losses = small_checkpoints.train(model, optimizer, 2, 4)
+    assert losses == json.loads((saved / "fp32" / "losses.json").read_text())
+
+
+def test_refused(saved: Path, tmp_path: Path, run: Run) -> None:
+    start = saved / "fp32" / "two"
+    (tmp_path / "plan.json").write_text("{}")
+    for arguments, words in (
+        (("--tp", 2), "nothing of the model is cut over tp ranks"),
+        (("--rdp", 3, "--sharded-data-parallel-degree", 2), "sharded_data_parallel_degree"),
+        (("--pp", 2, "--placement-strategy", "XYZ"), "placement_strategy"),
+        (("--partition", tmp_path / "none.json"), "can't read --partition"),
+        (("--partition", tmp_path / "plan.json"), "not a partition"),
+        (("--like", start, "--pp", 2), "--like says all"),
+        (("--tag", "a/b"), "can't be the name of a checkpoint"),
+        (("--tag", "whole", "--like", saved / "fp32" / "whole"), "has no layout"),
+    ):
+        code, text = run("reshard", start, tmp_path / "out", *arguments)
+        assert code == 2
+        assert words in text, text
+    assert not (tmp_path / "out").exists()
+    code, text = run("reshard", start, saved / "fp32", "--pp", 2)
+    assert code == 2
+    assert "exists" in text
+
+
+def test_damage_is_not_copied(saved: Path, tmp_path: Path, run: Run) -> None:
+    import shutil
+
+    shutil.copytree(saved / "fp32", tmp_path / "copy")
+    file = tmp_path / "copy" / "two_partial" / "optimizer_0_0.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, text = run("reshard", tmp_path / "copy" / "two", tmp_path / "out", "--pp", 2)
+    assert code == 2
+    assert "optimizer_0_0.pt is flipped" in text

@@ -13,7 +13,7 @@ Version 1, one object:
     ties               lists of names that are one tensor
     structure          modules and parameters of the model, see `partition.tree.to_record`, and "scaled", names of parameters
                        that act on the samples of the whole tp group; null if unknown
-    origin             of what was converted from another layout: that "layout", its "partition", and "cuts" over tp ranks (name
+    converted_from     of what was converted from another layout: that "layout", its "partition", and "cuts" over tp ranks (name
                        to dim and ranges); else null. Random state of its ranks lies in files with the role "origin_rng"
     param_groups       per optimizer group: plain names of all its parameters, unpartitioned order
     files              name -> bytes, xxh3_128, role, writer (world rank), and where it has been summed in blocks
@@ -124,7 +124,7 @@ class Manifest:
     kind: Literal["partial", "full"] = "partial"
     data_folder: str = ""
     structure: Mapping[str, Any] | None = None
-    origin: Mapping[str, Any] | None = None
+    converted_from: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         """Return the JSON text of the file, checksum included."""
@@ -141,7 +141,7 @@ class Manifest:
             "ties": self.ties,
             "param_groups": self.param_groups,
             "structure": self.structure,
-            "origin": self.origin,
+            "converted_from": self.converted_from,
             "files": {name: _file_to_json(record) for name, record in self.files.items()},
             "data_folder": self.data_folder,
             "entries": [_entry_to_json(entry) for entry in self.entries],
@@ -187,7 +187,7 @@ class Manifest:
                 kind=body["kind"],
                 data_folder=_plain(body["data_folder"]) if body.get("data_folder") else "",
                 structure=body.get("structure"),
-                origin=body.get("origin"),
+                converted_from=body.get("converted_from"),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(

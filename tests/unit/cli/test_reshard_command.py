@@ -57,7 +57,7 @@ def test_another_layout_and_back(saved: Path, tmp_path: Path, run: Run, precisio
             contents = [torch.load(root / "two_partial" / file, weights_only=False) for root in (start, back)]
             assert equal(*contents), file
     one, two = (manifest_of(root / "two_partial") for root in (start, back))
-    assert (two.layout, two.partition, two.origin) == (one.layout, None, None)
+    assert (two.layout, two.partition, two.converted_from) == (one.layout, None, None)
     assert (two.ties, two.param_groups, two.structure) == (one.ties, one.param_groups, one.structure)
 
 

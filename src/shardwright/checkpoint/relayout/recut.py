@@ -67,8 +67,8 @@ def origin_of(manifest: Manifest) -> dict[str, Any] | None:
 
     None for a full one, which has no layout.
     """
-    if manifest.origin is not None:
-        return dict(manifest.origin)
+    if manifest.converted_from is not None:
+        return dict(manifest.converted_from)
     if manifest.kind == "full":
         return None
     cuts = {name: [cut.dim, cut.ranges] for name, cut in saved_cuts(manifest).items()}

@@ -141,7 +141,7 @@ class _Rewrite:
             files=dict(sorted(self._files.items())),
             entries=merge_entries(self._entries),
             partition=self._target.partition,
-            origin=origin,
+            converted_from=origin,
         )
 
     # ------------------------------------------------------------------ the model
@@ -245,7 +245,7 @@ class _Rewrite:
         old = layout.Layout.from_record(origin["layout"])
         returns = not old.differences(target.layout) and origin["partition"] == target.partition
         for rank in range(old.world_size):
-            kept = layout.rng_file(rank) if manifest.origin is None else layout.origin_rng_file(rank)
+            kept = layout.rng_file(rank) if manifest.converted_from is None else layout.origin_rng_file(rank)
             if kept in manifest.files:
                 name = layout.rng_file(rank) if returns else layout.origin_rng_file(rank)
                 self._copy(kept, name, "rng" if returns else "origin_rng", rank if returns else 0)

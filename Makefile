@@ -23,7 +23,7 @@ HF4_TESTS := tests/unit/integrations tests/unit/tensor_parallel tests/multiproce
 	tests/multiprocess/test_unit_transformers.py tests/multiprocess/test_tp_hf.py tests/multiprocess/test_tp_minilm.py \
 	tests/multiprocess/test_tp_parity.py tests/multiprocess/test_tp_plan.py
 
-.PHONY: help setup demo test test-all test-hf4 lint bench readme clean
+.PHONY: help setup demo test test-all test-hf4 lint bench readme docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -56,7 +56,7 @@ test-hf4: $(HF4)/.set-up ## The tests that use transformers, on its 4.57 line
 	$(HF4)/bin/python -m pytest $(HF4_TESTS)
 
 lint: $(STAMP) ## Style and types
-	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks docs
 	$(BIN)/mypy
 
 bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining, DTensor, data parallelism and checkpoints
@@ -67,7 +67,10 @@ bench: $(STAMP) ## Speed and memory beside PyTorch's own pipelining, DTensor, da
 	$(BIN)/python benchmarks/checkpoint.py --gb 0.2
 
 readme: $(STAMP) ## Run the commands of README and of documents that have some, in fresh folders
-	$(BIN)/python tests/readme_commands.py README.md docs/precision.md docs/planning.md
+	$(BIN)/python tests/readme_commands.py $$(grep -l '^<!-- runnable -->' README.md docs/*.md)
+
+docs: $(STAMP) ## Write the documents that follow from the code
+	$(BIN)/python docs/generate.py
 
 clean: ## Remove what tests, tools and the demo left; the environment stays
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -12,7 +11,6 @@ import torch
 import shardwright.topology
 import shardwright.torch as smp
 from shardwright.config.schema import Config
-from shardwright.torch._not_built import NOT_BUILT
 
 RANKS = ["rank", "local_rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank"]
 SIZES = ["size", "local_size", "mp_size", "dp_size", "pp_size", "tp_size", "rdp_size"]
@@ -76,14 +74,6 @@ def test_face_lists_what_it_has() -> None:
     public = {name for name in vars(smp) if not name.startswith("_")} - {"annotations"}
     unlisted = {name for name in public if not isinstance(getattr(smp, name), ModuleType)} - set(smp.__all__)
     assert unlisted == set()
-
-
-@pytest.mark.parametrize("name", NOT_BUILT)
-def test_name_not_built_raises_when_used(name: str) -> None:
-    target = operator.attrgetter(name)(smp)
-    with pytest.raises(NotImplementedError) as failure:
-        target(torch.nn.Linear(2, 2), enabled=False)
-    assert f"smp.{name} is not built yet: {NOT_BUILT[name]}" in str(failure.value)
 
 
 def test_other_spellings_are_the_same_object() -> None:

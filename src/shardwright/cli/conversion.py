@@ -150,7 +150,7 @@ def _target(old: Source, layout: Layout, partition: Path | None, bucket_cap_mb: 
 def _check_layout(layout: Layout) -> None:
     """Raise the error that a job would raise if it were configured so."""
     from shardwright.config.parse import resolve
-    from shardwright.config.rules import check_supported, check_world
+    from shardwright.config.rules import check_world
 
     keys: dict[str, Any] = {
         "pipeline_parallel_degree": layout.pp,
@@ -162,7 +162,6 @@ def _check_layout(layout: Layout) -> None:
     }
     config = resolve(keys, {}).config
     check_world(config, layout.world_size)
-    check_supported(config)
 
 
 def _tell(manifest: Manifest, place: Path, as_json: bool) -> None:

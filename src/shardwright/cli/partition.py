@@ -206,20 +206,15 @@ def _layout(
 ) -> tuple[Layout, str]:
     """The layout, and what to say about it."""
     from shardwright.config.parse import resolve
-    from shardwright.config.rules import check_supported, check_world
+    from shardwright.config.rules import check_world
     from shardwright.engine.planning.layout import work_out
     from shardwright.engine.planning.model import look
-    from shardwright.errors import NotBuiltError
     from shardwright.launch.command import merge_config
 
     config = resolve(merge_config({}, keys, overrides), {}).config
     check_world(config, ranks)
     view = look(subject, config, ranks, device=habits.device)
     notes = [f"activations are not counted: {view.note or 'no example inputs'}"] if view.footprint is None else []
-    try:
-        check_supported(config)
-    except NotBuiltError as error:
-        notes.append(f"planned ahead: {error}")
     return work_out(view, config, ranks, habits), "\n".join(notes)
 
 

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from shardwright.config import legacy
 from shardwright.config.notes import Note
-from shardwright.config.rules import check_keys, check_supported, check_world
+from shardwright.config.rules import check_keys, check_world
 from shardwright.config.schema import SETTINGS, Config
 from shardwright.config.setting import Value
 from shardwright.errors import ConfigError
 
-__all__ = ["Resolved", "Source", "build", "check_supported", "check_world", "read", "resolve", "unwrap_json"]
+__all__ = ["Resolved", "Source", "build", "check_world", "read", "resolve", "unwrap_json"]
 
 TIMEOUT_VARIABLE: Final = "SHARDWRIGHT_TIMEOUT_S"
 DICT_SOURCE: Final = "the dict given to smp.init()"

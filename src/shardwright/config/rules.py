@@ -13,16 +13,9 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwright.config.notes import Note
-from shardwright.config.schema import SETTINGS, Config
+from shardwright.config.schema import Config
 from shardwright.config.setting import Value
-from shardwright.errors import ConfigError, NotBuiltError
-
-NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-    }
-)
-"""Keys that are known and checked but whose feature is still missing, with what is missing."""
-
+from shardwright.errors import ConfigError
 
 _WITHOUT_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -142,22 +135,6 @@ def check_world(config: Config, world_size: int) -> None:
             f"that hold the same parameters (world size {world_size} / (pp {pp} x tp {tp}))",
             remedy=f"choose a divisor of {replicas}, or start more processes",
         )
-
-
-def check_supported(config: Config) -> None:
-    """Refuse settings that are switched on but whose feature does not exist yet, all of them at once.
-
-    Raises: NotBuiltError (a NotImplementedError) naming each key and what is missing.
-    """
-    missing = {
-        key: sentence for key, sentence in NOT_BUILT.items() if getattr(config, key) != SETTINGS[key].default
-    }
-    if missing:
-        lines = [
-            f"'{key}' is {getattr(config, key)!r}, but this is not built yet: {sentence}"
-            for key, sentence in missing.items()
-        ]
-        raise NotBuiltError("\n".join(lines), remedy="leave out " + ", ".join(f"'{key}'" for key in missing))
 
 
 def check_tracing(trace_device: str, trace_execution_times: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.config.rules import check_supported, check_tracing
+from shardwright.config.rules import check_tracing
 from shardwright.data_parallel.join import Join
 from shardwright.engine import full_sharding, placement
 from shardwright.engine.accessors import PartAccessors
@@ -83,7 +83,6 @@ class DistributedModel(PartAccessors, ModelState, ModuleManners):
         world = context.world()
         check_can_wrap(module, DistributedModel, state.model)
         check_tracing(trace_device, trace_execution_times)
-        check_supported(world.config)
         self._precision = policy_of(world.config)
         with delayed_init.go_on() if delayed_init.has_delayed(module) else nullcontext():
             module = distribute(module)

@@ -2,7 +2,6 @@
 
 `import smdistributed.modelparallel.torch as smp` gives this very module. It holds names and nothing else:
 each is defined in the layer it belongs to. Importing it needs no process group and touches no device.
-Names that do not work yet are listed in `_not_built`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import typer
 from shardwright.cli import partition as command
 from shardwright.cli.main import main
 from shardwright.cli.sizes import parse_size
-from shardwright.config import rules
 from shardwright.config.parse import resolve
 from shardwright.errors import ConfigError, UsageError
 from shardwright.partition import PartitionPlan
@@ -196,14 +195,6 @@ def test_loss_of_a_script_counts(script: Path, tmp_path: Path) -> None:
     script.write_text(SCRIPT + "\ndef loss(output):\n    return (output.repeat(100, 1, 1) ** 2).sum()\n")
     run(script, "--json", tmp_path / "p.json")
     assert memory_of(tmp_path / "p.json")[0]["activations"] > without + 2 * 4 * 16 * 4 * 100
-
-
-def test_planned_ahead_is_said(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(rules, "NOT_BUILT", {"bf16": "half precision"})
-    run(script, "-o", "bf16=true")
-    assert "planned ahead: 'bf16' is True, but this is not built yet" in capsys.readouterr().out
 
 
 def test_fit_proposes(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

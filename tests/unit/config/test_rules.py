@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardwright.config import rules
 from shardwright.config.notes import Note, log_notes
-from shardwright.config.parse import check_supported, check_world, resolve
-from shardwright.config.rules import NOT_BUILT, check_batch, check_tracing
-from shardwright.config.schema import SETTINGS, Config
+from shardwright.config.parse import check_world, resolve
+from shardwright.config.rules import check_batch, check_tracing
+from shardwright.config.schema import Config
 from shardwright.errors import ConfigError
 
 
@@ -163,43 +162,6 @@ def test_sharding_divides_the_replicas(world: int, tp: int, sdp: int, fits: bool
 
 def test_world_of_one() -> None:
     check_world(config(), 1)
-
-
-# -- features to come --------------------------------------------------------------------------------------
-
-SWITCHED_ON: dict[str, dict[str, Any]] = {
-    **{key: {key: True} for key, setting in SETTINGS.items() if key in NOT_BUILT and setting.kind == "flag"},
-}
-
-
-def test_every_missing_feature_is_tried() -> None:
-    assert set(SWITCHED_ON) == set(NOT_BUILT)
-
-
-@pytest.mark.parametrize("key", NOT_BUILT)
-def test_missing_feature_raises_only_when_switched_on(key: str) -> None:
-    check_supported(config(**{key: SETTINGS[key].default}))
-    on = config(**SWITCHED_ON[key])
-    with pytest.raises(NotImplementedError) as failure:
-        check_supported(on)
-    message = str(failure.value)
-    assert f"'{key}' is {getattr(on, key)!r}" in message
-    assert NOT_BUILT[key] in message
-    assert f"try: leave out '{key}'" in message
-
-
-def test_missing_features_are_listed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"static_mode": "one thing", "fast_mode": "another"}
-    monkeypatch.setattr(rules, "NOT_BUILT", flags)
-    with pytest.raises(NotImplementedError) as failure:
-        check_supported(config(**dict.fromkeys(flags, True)))
-    assert all(f"'{key}' is True" in str(failure.value) and what in str(failure.value) for key, what in flags.items())
-
-
-def test_settings_that_change_nothing_yet_are_accepted() -> None:
-    check_supported(
-        config(prescaled_batch=True, _match_weights=True, static_mode=True, fast_mode=True, optimize="speed")
-    )
 
 
 # -- arguments ---------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ def test_it_is_a_flat_tensor_of_its_own(dtype: torch.dtype) -> None:
     first, second = empty_apart(7, dtype, CPU), empty_apart(7, dtype, CPU)
     first.fill_(3)
     second.fill_(4)
-    assert first.shape == (7,) and first.dtype == dtype
+    assert first.shape == (7,)
+    assert first.dtype == dtype
     assert first.sum() == 21
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardwright.config.parse import resolve
-from shardwright.config.rules import check_supported, check_world
+from shardwright.config.rules import check_world
 from shardwright.config.schema import Config
 from shardwright.engine.planning.layout import Layout, work_out
 from shardwright.engine.planning.memory import Device, Habits
@@ -180,7 +180,6 @@ class _Search:
             try:
                 config = resolve({**keys, "log_level": "off"}, {}).config
                 check_world(config, self._wish.num_ranks)
-                check_supported(config)
             except (ConfigError, NotBuiltError):
                 continue
             try:

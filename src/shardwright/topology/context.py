@@ -28,6 +28,7 @@ from shardwright.topology.devices import DeviceChoice
 from shardwright.topology.failure import FailureBoard
 from shardwright.topology.groups import Groups, build_groups
 from shardwright.topology.host_memory import share_one_arena
+from shardwright.topology.quiet import wait_for_gloo
 from shardwright.topology.ranks import Coordinates, Degrees, RankTable
 from shardwright.topology.rendezvous import Rendezvous, meet
 
@@ -131,6 +132,7 @@ def shutdown(*, linger: bool = True) -> None:
     state.world.groups.destroy()
     if state.rendezvous is not None:
         state.rendezvous.close()
+        wait_for_gloo()
 
 
 @contextmanager

@@ -87,6 +87,10 @@ class CommunicationTimeout(ShardwrightError, TimeoutError):
     """A wait of the library ran out of time; the message names the ranks waited for."""
 
 
+class JobFailedError(ShardwrightError, RuntimeError):
+    """A training job that an estimator started has failed; the message has the report on the failing rank."""
+
+
 class CheckpointError(ShardwrightError, RuntimeError):
     """A checkpoint that cannot be written, read or trusted."""
 

@@ -29,7 +29,7 @@ ROWS: list[set[str]] = [
     {"pipeline", "checkpoint"},
     {"engine"},
     {"integrations", "launch"},
-    {"torch", "cli"},
+    {"torch", "cli", "estimator"},
     {"smdistributed"},
 ]
 HEIGHT = {package: height for height, row in enumerate(ROWS) for package in row}
@@ -39,7 +39,7 @@ TECHNIQUES = ROWS[6] | ROWS[7]
 ACQUAINTED = {("pipeline", "partition")}
 
 # Packages that start without PyTorch: nothing at module level may import it.
-LIGHT = {"errors", "log", "import_hooks", "config", "launch", "cli"}
+LIGHT = {"errors", "log", "import_hooks", "config", "launch", "cli", "estimator"}
 
 # `emulation` wraps the functions that make groups, and calls none of them.
 COMMUNICATING = {"topology", "transport", "emulation"}

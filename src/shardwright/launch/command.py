@@ -34,6 +34,8 @@ class LaunchSettings:
     master_port: None until one is reserved.
     grace_s: time that workers have after SIGINT or SIGTERM before they are killed.
     emulate_cuda: the workers and their children take CUDA devices for the CPU.
+    max_restarts: how often the workers of this host are started anew after one failed.   num_restarts: how often
+        they have been.
     """
 
     script: str
@@ -49,6 +51,8 @@ class LaunchSettings:
     tag_output: bool = False
     log_dir: str | None = None
     emulate_cuda: bool = False
+    max_restarts: int = 0
+    num_restarts: int = 0
 
     @property
     def world_size(self) -> int:
@@ -71,6 +75,7 @@ def settle(
     tag_output: bool = False,
     log_dir: str | None = None,
     emulate_cuda: bool = False,
+    max_restarts: int = 0,
 ) -> LaunchSettings:
     """Fill in what the user left out and refuse what can't work.
 
@@ -97,6 +102,8 @@ def settle(
         raise ConfigError(f"--master-port is {master_port}, expected 1 to 65535")
     if grace_s < 0:
         raise ConfigError(f"--grace-s is {grace_s}, expected 0 or more")
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts is {max_restarts}, expected 0 or more")
     _check_world(nproc * nnodes, degrees)
     if nnodes > 1 and master_port is None:
         master_port = DEFAULT_MULTI_NODE_PORT
@@ -114,6 +121,7 @@ def settle(
         tag_output=tag_output,
         log_dir=log_dir,
         emulate_cuda=emulate_cuda,
+        max_restarts=max_restarts,
     )
 
 
@@ -181,11 +189,17 @@ def worker_environment(
         GROUP_RANK=str(settings.node_rank),
         GROUP_WORLD_SIZE=str(settings.nnodes),
         MASTER_ADDR=settings.master_addr,
-        MASTER_PORT=str(settings.master_port),
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_MAX_RESTARTS="0",
+        MASTER_PORT=str(_port_of_start(settings)),
+        TORCHELASTIC_RESTART_COUNT=str(settings.num_restarts),
+        TORCHELASTIC_MAX_RESTARTS=str(settings.max_restarts),
     )
     return environment
+
+
+def _port_of_start(settings: LaunchSettings) -> int:
+    """On several nodes each restart has a port of its own: a launcher that is quick must not meet the old store."""
+    assert settings.master_port is not None
+    return settings.master_port + (settings.num_restarts if settings.nnodes > 1 else 0)
 
 
 def config_environment(settings: LaunchSettings, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -226,6 +240,8 @@ def torchrun_equivalent(settings: LaunchSettings, inherited: Mapping[str, str], 
         words += ["--standalone"]
     else:
         words += [f"--master-port={settings.master_port}"]
+    if settings.max_restarts:
+        words += [f"--max-restarts={settings.max_restarts}"]
     if settings.module:
         words += ["-m"]
     words += [settings.script, *settings.script_args]

@@ -3,7 +3,9 @@
 Not torchrun's agent: that one dies from SIGKILL with its workers left running, doesn't react to Ctrl-C while
 it waits for another node, and wraps a worker's reason in its own traceback. Workers are started here with
 torchrun's environment variables instead, and meet at the store (c10d's TCPStore) that rank 0 opens, on one
-node or several: what torchrun calls a static rendezvous. Restarting is left to whoever starts the job.
+node or several: what torchrun calls a static rendezvous. With `--max-restarts` the launcher of each node
+starts its workers anew when one of them failed; no message passes between launchers, for one rank's failure
+ends the ranks of every node.
 
 Three generations of processes:
 
@@ -50,8 +52,8 @@ def run(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> i
     """Run the job's workers of this host to their end and return the exit code for the shell.
 
     Called by: the command line, in a process without threads and other children: it takes over signals.
-    Returns: 0 if every worker did; the first failing worker's code (128 + n for signal n); 128 + n if the
-        launcher itself got signal n.
+    Returns: 0 if every worker did, at the first start or a later one; the first failing worker's code of the
+        last start (128 + n for signal n); 128 + n if the launcher itself got signal n.
     Raises: ConfigError before anything is started: no such script, a taken port, more processes than devices.
     """
     environ = dict(os.environ if environ is None else environ)
@@ -67,11 +69,16 @@ def run(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> i
             Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
         num_cores = usable_cores()
         announce(settings, environ, num_cores)
-        environments = [
-            worker_environment(settings, environ, local_rank, num_cores)
-            for local_rank in range(settings.nproc)
-        ]
-        return _run_supervised(settings, environments)
+        while True:
+            environments = [
+                worker_environment(settings, environ, local_rank, num_cores)
+                for local_rank in range(settings.nproc)
+            ]
+            status, stopped = _run_supervised(settings, environments)
+            if status == 0 or stopped or settings.num_restarts >= settings.max_restarts:
+                return status
+            settings = replace(settings, num_restarts=settings.num_restarts + 1)
+            say(f"restart {settings.num_restarts} of {settings.max_restarts}: all workers of this host start again")
 
 
 def usable_cores() -> int:
@@ -109,7 +116,12 @@ def _prefer_real_devices(settings: LaunchSettings, num_devices: int) -> LaunchSe
     return replace(settings, emulate_cuda=False)
 
 
-def _run_supervised(settings: LaunchSettings, environments: list[dict[str, str]]) -> int:
+def _run_supervised(settings: LaunchSettings, environments: list[dict[str, str]]) -> tuple[int, bool]:
+    """Start the workers once and wait for their end.
+
+    Returns: the exit code, and whether the job was stopped from outside: by a signal to the launcher, or with
+        the supervisor.
+    """
     alive_read, alive_write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -143,8 +155,8 @@ def _supervise(settings: LaunchSettings, environments: list[dict[str, str]], ali
         os._exit(status)
 
 
-def _wait(supervisor: int, patience_s: float) -> int:
-    """Pass signals on to the supervisor until it ends; returns the exit code of the job."""
+def _wait(supervisor: int, patience_s: float) -> tuple[int, bool]:
+    """Pass signals on to the supervisor until it ends; returns as `_run_supervised` does."""
     wake_fd = guard.wake_on((*STOP_SIGNALS, signal.SIGCHLD))
     stopped_by = 0
     give_up_at_s: float | None = None
@@ -155,16 +167,29 @@ def _wait(supervisor: int, patience_s: float) -> int:
             if exit_code < 0:
                 name = signal.Signals(-exit_code).name
                 say(f"the supervisor was killed by {name}; all workers were stopped")
-            return exit_status(exit_code)
+            # From here on a signal waits for the supervisor of a restart, if there is one.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            late = set(_pending(wake_fd)) & set(STOP_SIGNALS)
+            if late and not stopped_by:
+                return 128 + min(late), True
+            return exit_status(exit_code), bool(stopped_by) or exit_code < 0
         timeout_s = None if give_up_at_s is None else give_up_at_s - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:
-            return 128 + stopped_by
+            return 128 + stopped_by, True
         ready, _, _ = select.select([wake_fd], [], [], timeout_s)
-        for number in os.read(wake_fd, 4096) if ready else b"":
+        for number in _pending(wake_fd) if ready else b"":
             if number in STOP_SIGNALS:
                 os.kill(supervisor, number)
                 stopped_by = stopped_by or number
                 give_up_at_s = give_up_at_s or time.monotonic() + patience_s
+
+
+def _pending(wake_fd: int) -> bytes:
+    """Return the numbers of the signals that came since the last call."""
+    try:
+        return os.read(wake_fd, 4096)
+    except BlockingIOError:
+        return b""
 
 
 def _python() -> str:

@@ -121,7 +121,8 @@ class Supervisor:
 
     def _open_log(self, rank: int, stream: str) -> BinaryIO | None:
         folder = self._settings.log_dir
-        return (Path(folder) / f"rank_{rank}.{stream}").open("wb") if folder else None
+        again = f".restart{self._settings.num_restarts}" if self._settings.num_restarts else ""
+        return (Path(folder) / f"rank_{rank}{again}.{stream}").open("wb") if folder else None
 
     def _watch_stream(self, fd: int, relay: Relay) -> None:
         os.set_blocking(fd, False)

@@ -114,7 +114,8 @@ def _slurm(environ: Mapping[str, str]) -> _Found | None:
     size = _optional(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if size is None:
         raise ConfigError("SLURM_PROCID is set, but SLURM_NTASKS is not", remedy="start the script with srun")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
+    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environ[name] for name in lists if environ.get(name)), None)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     node = _optional(environ, "SLURM_NODEID")
     return (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launched import Launched, free_port
+from launched import Launched, free_port, wait_until
 from shardwright.errors import JobFailedError
 from shardwright.estimator import PyTorch
 
@@ -200,7 +200,8 @@ def test_an_estimator_runs_the_job(
         instance_count=2,
         framework_version="1.13.1",
         py_version="py39",
-        hyperparameters={"checkpoints": str(folder / "local")},
+        hyperparameters={"checkpoints": str(folder / "local"), "die": 1},
+        max_restarts=1,
         environment={"MARK": "mine"},
         distribution={
             "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"partitions": 2, "microbatches": 2}}},
@@ -211,7 +212,9 @@ def test_an_estimator_runs_the_job(
         output_path=(folder / "jobs").as_uri(),
     )
     estimator.fit({"train": (folder / "data").as_uri()}, job_name="first")
-    assert _steps(capfd.readouterr().out) == plain  # the environment's two stages win over the script's seven
+    shown = capfd.readouterr()
+    assert shown.err.count("restart 1 of 1") == 2  # a host whose rank was killed, and one that was told
+    assert _steps(shown.out) == plain  # the environment's two stages win over the script's seven
     output = folder / "jobs" / "first" / "output"
     assert estimator.model_data == (output / "model.tar.gz").as_uri()
     for archive, name, text in (("model", "model.txt", "mine"), ("output", "curve.txt", "curve")):
@@ -220,6 +223,24 @@ def test_an_estimator_runs_the_job(
     assert (folder / "local" / "old").is_dir()
     assert (folder / "before" / "newest").read_text() == (folder / "local" / "newest").read_text()
     assert "step 0" in (output / "algo-1.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_an_estimator(number: int, tmp_path: Path) -> None:
+    worker = "import os, time; open(os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(120)"
+    (tmp_path / "train.py").write_text(worker)
+    started = """
+    from shardwright.estimator import PyTorch
+    options = {"mpi": {"enabled": True, "processes_per_host": 1}}
+    PyTorch("train.py", distribution=options, instance_count=2, output_path="jobs").fit(job_name="a")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(started)]
+    with subprocess.Popen(command, cwd=tmp_path, env=_environment(), stderr=subprocess.DEVNULL) as client:
+        files = [tmp_path / "jobs" / "a" / "code" / rank for rank in "01"]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), timeout_s=60)
+        client.send_signal(number)
+        assert client.wait(30) != 0
+    wait_until(lambda: not any(Path(f"/proc/{file.read_text()}").exists() for file in files))
 
 
 def test_an_estimator_tells_which_rank_failed(tmp_path: Path) -> None:

@@ -189,14 +189,14 @@ def worker_environment(
         GROUP_RANK=str(settings.node_rank),
         GROUP_WORLD_SIZE=str(settings.nnodes),
         MASTER_ADDR=settings.master_addr,
-        MASTER_PORT=str(_port_of_start(settings)),
+        MASTER_PORT=str(port_of_start(settings)),
         TORCHELASTIC_RESTART_COUNT=str(settings.num_restarts),
         TORCHELASTIC_MAX_RESTARTS=str(settings.max_restarts),
     )
     return environment
 
 
-def _port_of_start(settings: LaunchSettings) -> int:
+def port_of_start(settings: LaunchSettings) -> int:
     """On several nodes each restart has a port of its own: a launcher that is quick must not meet the old store."""
     assert settings.master_port is not None
     return settings.master_port + (settings.num_restarts if settings.nnodes > 1 else 0)

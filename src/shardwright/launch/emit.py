@@ -26,7 +26,7 @@ SLURM = """\
 #SBATCH --output={name}-%j.log
 
 # One launcher on each node; which node it is on, and where node 0 is, it reads from Slurm's variables.
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 {command}
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 {command}
 """
 
 KUBERNETES = """\

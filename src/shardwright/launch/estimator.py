@@ -204,6 +204,7 @@ class PyTorch:
         self, index: int, name: str, channels: Mapping[str, Path], folders: JobFolders, port: int
     ) -> Host:
         settings = self._settle(port)
+        num_gpus = count_accelerators(os.environ)
         hosts = [f"algo-{number}" for number in range(1, self.instance_count + 1)]
         variables = script_variables(
             job_name=name,
@@ -214,7 +215,7 @@ class PyTorch:
             hosts=hosts,
             current_host=hosts[index],
             folders=folders,
-            num_gpus=count_accelerators(os.environ),
+            num_gpus=settings.nproc if self._emulate_cuda and num_gpus == 0 else num_gpus,
             num_cpus=usable_cores(),
             instance_type=self._instance_type,
         )

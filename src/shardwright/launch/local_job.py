@@ -6,6 +6,7 @@ loopback as hosts of a cluster do over the network.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwright.errors import JobFailedError
+from shardwright.launch import guard
 from shardwright.launch.script_environment import JobFolders
 
 _MARK = "shardwright run: "
@@ -63,22 +65,14 @@ class TrainingJob:
         self._show_logs = show_logs
         self._error: BaseException | None = None
         self._stopped = False
-        self._processes = [
-            subprocess.Popen(
-                list(host.command),
-                cwd=folders.code,
-                env=dict(host.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-            for host in hosts
-        ]
+        self._hosts = hosts
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._started = threading.Event()
         self._logs = [folders.output / f"{host.name}.log" for host in hosts]
         # Not a daemon: a program that ends without waiting still gets its archives.
         self._thread = threading.Thread(target=self._watch, name=f"training-job-{name}")
         self._thread.start()
+        self._started.wait()
 
     def wait(self) -> None:
         """Return when the job has ended well.
@@ -102,8 +96,28 @@ class TrainingJob:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
 
+    def _start(self) -> None:
+        """Start the launchers. The kernel ends them with the thread that did, so it is the one that stays."""
+        parent = os.getpid()
+        for host in self._hosts:
+            process = subprocess.Popen(
+                list(host.command),
+                cwd=self.folders.code,
+                env=dict(host.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=lambda: guard.die_with_parent(parent),
+            )
+            self._processes.append(process)
+
     def _watch(self) -> None:
         try:
+            try:
+                self._start()
+            finally:
+                self._started.set()
             relays = [self._relay(process, log) for process, log in zip(self._processes, self._logs, strict=True)]
             codes = [process.wait() for process in self._processes]
             for relay in (thread for threads in relays for thread in threads):
@@ -111,10 +125,12 @@ class TrainingJob:
             if self._copy_back is not None:
                 source, target = self._copy_back
                 shutil.copytree(source, target, dirs_exist_ok=True)
-            self.model_data = self._collect(self.folders.model, "model")
+            model = self._collect(self.folders.model, "model")
             self._collect(self.folders.data, "output")
             if any(codes):
                 self._error = self._failure(codes)
+            else:
+                self.model_data = model
         except BaseException as error:
             self._error = error
 

@@ -36,6 +36,7 @@ from shardwright.launch import guard, ports
 from shardwright.launch.command import (
     LaunchSettings,
     check_devices,
+    port_of_start,
     torchrun_equivalent,
     worker_command,
     worker_environment,
@@ -78,6 +79,8 @@ def run(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> i
             if status == 0 or stopped or settings.num_restarts >= settings.max_restarts:
                 return status
             settings = replace(settings, num_restarts=settings.num_restarts + 1)
+            if settings.nnodes > 1 and settings.node_rank == 0:
+                stack.enter_context(ports.reserve(port_of_start(settings)))
             say(f"restart {settings.num_restarts} of {settings.max_restarts}: all workers of this host start again")
 
 

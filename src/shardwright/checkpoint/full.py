@@ -84,7 +84,7 @@ def save(
         job.write(_user_content_file(tag), "user_content", {} if user_content is None else user_content)
         ties = () if model is None else tuple(tuple(names) for names in model.tied_names())
         groups = () if optimizer is None else tuple(tuple(names) for names in optimizer.full_group_names())
-        return job.publish(_model_entries(tag, content), ties, groups)
+        return job.publish(_model_entries(tag, content), ties, groups, present_layout())
 
     try:
         size_bytes = run_on_rank_zero(call, write)
@@ -113,14 +113,18 @@ class _Save:
         self._files[name] = FileRecord(size_bytes, digest, role, writer=0)
 
     def publish(
-        self, entries: tuple[Entry, ...], ties: tuple[tuple[str, ...], ...], groups: tuple[tuple[str, ...], ...]
+        self,
+        entries: tuple[Entry, ...],
+        ties: tuple[tuple[str, ...], ...],
+        groups: tuple[tuple[str, ...], ...],
+        layout_then: layout.Layout,
     ) -> int:
         """Give the files their names, the manifest last, and move `newest`. Returns bytes."""
         manifest = Manifest(
             tag=self._tag,
             save_id=self._save_id,
             saved_at_s=int(time.time()),
-            layout=present_layout(),
+            layout=layout_then,
             versions={
                 "shardwright": shardwright.__version__,
                 "torch": str(torch.__version__),
@@ -238,7 +242,7 @@ def resume(
     def read() -> tuple[dict[str, Any], Any, Any]:
         content: dict[str, Any] = {}
         for path in found.model:
-            content.update(_state_dict(path, trust=trust))
+            content.update(read_state_dict(path, trust=trust))
         if translate_function is not None:
             content = translate_function(content)
         _tie_again(content, model)
@@ -339,7 +343,7 @@ def _find(root: Place, tag: str) -> _Found:
             remedy=f"resume from another checkpoint; {_remedy(root)}",
         )
     user = root / _user_content_file(tag)
-    return _Found(_plain_files(root, tag), None, user if user.is_file() else None)
+    return _Found(plain_files(root, tag), None, user if user.is_file() else None)
 
 
 def _with_previous(name: str) -> tuple[str, str]:
@@ -374,7 +378,7 @@ def _matching(root: Place, name: str, record: FileRecord, checksums: bool) -> Pl
 # ------------------------------------------------------------------ files of others
 
 
-def _plain_files(root: Place, tag: str) -> tuple[Place, ...]:
+def plain_files(root: Place, tag: str) -> tuple[Place, ...]:
     """A state dict that somebody else has written."""
     if (root / tag).is_file():
         return (root / tag,)
@@ -396,7 +400,7 @@ def _shards(index: Place) -> tuple[Place, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _state_dict(path: Place, *, trust: bool) -> dict[str, Any]:
+def read_state_dict(path: Place, *, trust: bool) -> dict[str, Any]:
     """Tensors by name, mapped from the file."""
     if path.suffix == ".safetensors":
         from safetensors import torch as safetensors
@@ -409,3 +413,38 @@ def _state_dict(path: Place, *, trust: bool) -> dict[str, Any]:
             f"{path.name} holds a {type(content).__name__}, expected a state dict: tensors by name", where=str(path)
         )
     return dict(content)
+
+
+# ------------------------------------------------------------------ without a job
+
+
+def write_new(
+    root: Place,
+    tag: str,
+    model: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None,
+    user_content: Any,
+    *,
+    ties: tuple[tuple[str, ...], ...],
+    groups: tuple[tuple[str, ...], ...],
+    layout_then: layout.Layout,
+    trust: bool,
+) -> int:
+    """Write a full checkpoint under a tag that is new, in one process, and make it the newest. Returns: bytes.
+
+    optimizer: in torch's form with `state.PARAM_NAMES`.   layout_then: what the manifest says of the job.
+    Raises: CheckpointError if something of that tag is there; nothing is left then, nor after any other error.
+    """
+    for name in (tag, _user_content_file(tag), _optimizer_file(tag), _manifest_file(tag)):
+        if (root / name).exists():
+            raise CheckpointError(f"{root / name} exists", remedy="give another tag, or another folder")
+    job = _Save(root, tag, uuid.uuid4().hex, trust)
+    try:
+        job.write(tag, "model", model)
+        if optimizer is not None:
+            job.write(_optimizer_file(tag), "optimizer", optimizer)
+        job.write(_user_content_file(tag), "user_content", user_content)
+        return job.publish(_model_entries(tag, model), ties, groups, layout_then)
+    except BaseException:
+        job.discard()
+        raise

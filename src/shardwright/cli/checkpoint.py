@@ -1,4 +1,4 @@
-"""`shardwright ckpt`: look at checkpoints, verify, compare, reshard, export and prune them; no job and no accelerator needed."""
+"""`shardwright ckpt`: look at checkpoints, verify, compare, reshard, export, import and prune them; no job and no accelerator needed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Trust = Annotated[bool, typer.Option("--trust", help="Read files that could run 
 
 def register(app: typer.Typer) -> None:
     """Add this file's commands to the command line."""
-    ckpt = typer.Typer(help="Look at checkpoints, verify, compare, reshard, export and prune them.", no_args_is_help=True)
-    from shardwright.cli import conversion
+    ckpt = typer.Typer(help="Look at checkpoints, verify, compare, reshard, export, import and prune them.", no_args_is_help=True)
+    from shardwright.cli import conversion, importing
 
     for name, function in (
         ("ls", list_all),
@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
         ("verify", verify),
         ("diff", diff),
         ("export", conversion.export),
+        ("import", importing.import_),
         ("reshard", conversion.reshard),
         ("prune", prune),
     ):

@@ -28,7 +28,7 @@ class Command:
 
 COMMANDS = {
     "run": Command("shardwright.cli.launch", "Start a training script on several processes."),
-    "ckpt": Command("shardwright.cli.checkpoint", "Look at checkpoints, verify, compare, reshard, export and prune them."),
+    "ckpt": Command("shardwright.cli.checkpoint", "Look at checkpoints, verify, compare, reshard, export, import and prune them."),
     "plan": Command("shardwright.cli.partition", "Show how a model is cut over pipeline stages."),
 }
 

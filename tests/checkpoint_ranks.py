@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from shardwright.checkpoint import integrity, load, save
 from shardwright.checkpoint.load import resume_from_checkpoint
 from shardwright.checkpoint.save import save_checkpoint
 from shardwright.checkpoint.storage import local, steps
+from shardwright.checkpoint.torch_file import TorchFile, Transfer
 from shardwright.topology.context import world
 from shardwright.transport.collectives import barrier
 
@@ -235,15 +237,20 @@ def resume_counting_reads(path: str) -> list[str]:
 
 
 def resume_counting_digests(path: str, skip: bool) -> int:
-    """How many files this rank hashes to resume."""
+    """How many files this rank hashes to resume, wholly or by blocks."""
     hashed: list[Path] = []
-    original = integrity.file_digest
+    original, original_check = integrity.file_digest, TorchFile.check
 
     def counting(file: Path) -> str:
         hashed.append(file)
         return original(file)
 
+    def counting_check(self: TorchFile, transfers: Sequence[Transfer]) -> list[Transfer]:
+        hashed.append(self._path)
+        return original_check(self, transfers)
+
     integrity.file_digest = counting
+    TorchFile.check = counting_check  # type: ignore[method-assign]
     if skip:
         os.environ[integrity.SKIP_CHECKSUMS_ENV] = "1"
     try:
@@ -251,6 +258,7 @@ def resume_counting_digests(path: str, skip: bool) -> int:
         resume_from_checkpoint(path, model=model, optimizer=optimizer)
     finally:
         integrity.file_digest = original
+        TorchFile.check = original_check  # type: ignore[method-assign]
         os.environ.pop(integrity.SKIP_CHECKSUMS_ENV, None)
     return len(set(hashed))
 

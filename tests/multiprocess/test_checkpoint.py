@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 import checkpoint_ranks as ranks
 from harness import RankFailure, RankPool, run_ranks
@@ -494,6 +496,9 @@ def test_a_hostile_file_runs_nothing(pool2: RankPool, path: Path, tmp_path: Path
     body = json.loads((folder / layout.MANIFEST).read_bytes())
     body["files"][name]["bytes"] = (folder / name).stat().st_size
     body["files"][name]["xxh3_128"] = integrity.file_digest(folder / name)
+    block_bytes, data = body["files"][name]["blocks"][0], (folder / name).read_bytes()
+    sums = [xxhash.xxh3_64_digest(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
+    body["files"][name]["blocks"][1] = base64.b64encode(b"".join(sums)).decode()
     del body["checksum"]
     body["checksum"] = manifest._checksum(body)
     (folder / layout.MANIFEST).write_text(json.dumps(body))

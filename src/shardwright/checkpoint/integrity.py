@@ -42,6 +42,10 @@ class Problem:
         return f"{self.file} is {self.kind}: {self.detail}"
 
 
+class Damaged(CheckpointError):
+    """Something read isn't what was saved; says what, as a `Problem` does."""
+
+
 class HashingWriter:
     """A new file that counts and hashes what is written to it, and reaches the disk before it counts as done.
 

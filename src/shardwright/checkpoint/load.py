@@ -27,8 +27,10 @@ from shardwright.checkpoint.choice import Choice
 from shardwright.checkpoint.collective import absolute, agree, collect, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.manifest import OBJECT
+from shardwright.checkpoint.placing import Placing
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
 from shardwright.checkpoint.storage import Place
+from shardwright.checkpoint.torch_file import is_checkable
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology import rng
@@ -56,6 +58,7 @@ class _Files:
 
     moved: the checkpoint has another layout, and state is read from whichever files have it.   checked: then, the state
         files that this rank makes sure of.
+    check_while_loading: state files are not checked before: it is loaded at once, and each part is checked when it is read.
     """
 
     model: str | None = None
@@ -65,16 +68,21 @@ class _Files:
     rng: str | None = None
     moved: bool = False
     checked: tuple[str, ...] = ()
+    check_while_loading: bool = False
 
-    def to_open(self) -> set[str]:
-        """State and user content."""
-        names = {self.model, self.optimizer, self.fp16_states, self.user_content}
+    def state(self) -> set[str]:
+        """Files of tensors."""
+        own = {name for name in (self.model, self.optimizer, self.fp16_states) if name is not None}
+        return own | set(self.checked)
+
+    def others(self, *, strict: bool) -> set[str]:
+        """User content, and what else must be whole."""
+        names = {self.user_content, self.rng if strict else None}
         return {name for name in names if name is not None}
 
     def required(self, *, strict: bool) -> set[str]:
         """The ones that must be whole."""
-        rng_file = {self.rng} if strict and self.rng is not None else set()
-        return self.to_open() | rng_file | set(self.checked)
+        return self.state() | self.others(strict=strict)
 
 
 def resume_from_checkpoint(
@@ -145,15 +153,13 @@ def resume_from_checkpoint(
             trust=trust,
         )
     request = _Request(root, tag, strict, trust, model, optimizer if with_optimizer else None)
-    chosen, files = _choose_whole(request)
-    run_everywhere(_CALL, lambda: _check_names(chosen, request))
-    loaded = run_everywhere(_CALL, lambda: _open(chosen, files, request))
-    record = chosen.manifest.partition
-    if record is not None and chosen.manifest.layout.pp == world().table.degrees.pp:
-        run_everywhere(_CALL, lambda: model.restore_partition(record))
-    content = loaded.pop(files.user_content, None) if files.user_content else None
-    random = loaded.pop(files.rng, None) if files.rng else None
-    model.run_when_partitioned(lambda: _load_tensors(chosen, files, loaded, request))
+    skipped: dict[str, str] = {}
+    while True:
+        chosen, files = _choose_whole(request, skipped)
+        content, random, damage = _load_chosen(chosen, files, request)
+        if not damage:
+            break
+        _skip(chosen, damage, request, skipped)
     if random is not None:
         captured, position = random
         rng.restore(captured)
@@ -164,9 +170,38 @@ def resume_from_checkpoint(
     return {} if content is None else content
 
 
-def _choose_whole(request: _Request) -> tuple[Choice, _Files]:
-    """Settle on a checkpoint whose files are whole on all ranks; without a tag, go back until one is."""
-    skipped: dict[str, str] = {}
+def _load_chosen(
+    chosen: Choice, files: _Files, request: _Request
+) -> tuple[Any, tuple[rng.RngState, dict[str, int]] | None, list[str]]:
+    """Open the files, and load the tensors, now or when the model is partitioned.
+
+    Returns: user content; random state; what turned out to be damaged on any rank while it was read.
+    """
+    run_everywhere(_CALL, lambda: _check_names(chosen, request))
+    loaded = run_everywhere(_CALL, lambda: _open(chosen, files, request))
+    record = chosen.manifest.partition
+    if record is not None and chosen.manifest.layout.pp == world().table.degrees.pp:
+        run_everywhere(_CALL, lambda: request.model.restore_partition(record))
+    content = loaded.pop(files.user_content, None) if files.user_content else None
+    random = loaded.pop(files.rng, None) if files.rng else None
+    check = files.check_while_loading
+    reader = Placing(chosen.files, chosen.manifest.files, trust=request.trust, check=check)
+    damage: list[str] = []
+
+    def load() -> None:
+        damage.extend(_load_tensors(chosen, files, reader, request))
+
+    if not files.moved and not check:  # the files may be gone when the model is partitioned
+        run_everywhere(_CALL, lambda: [reader.value(name, ()) for name in files.state()])
+    request.model.run_when_partitioned(load)
+    return content, random, damage
+
+
+def _choose_whole(request: _Request, skipped: dict[str, str]) -> tuple[Choice, _Files]:
+    """Settle on a checkpoint whose files are whole on all ranks; without a tag, go back until one is.
+
+    State files that can be checked while they are loaded, right away, are there and of the right size; no more is known.
+    """
     while True:
         chosen = run_on_rank_zero(_CALL, lambda: choice.choose(request.root, request.tag, skipped))
         name_files = _files_to_check if choice.is_moved(chosen) else _own_files
@@ -177,16 +212,21 @@ def _choose_whole(request: _Request) -> tuple[Choice, _Files]:
         ]
         if not damage:
             return chosen, files
-        text = choice.shortened(damage)
-        if request.tag is not None:
-            raise CheckpointError(
-                f"{_CALL}: checkpoint {chosen.folder.name!r} is damaged: {text}",
-                where=str(chosen.folder),
-                remedy="resume from another checkpoint, or with tag=None from the latest complete one",
-            )
-        skipped[chosen.name] = text
-        if rank_zero():
-            _log.warning("%s: skipping %s, it is damaged: %s", _CALL, chosen.folder, text)
+        _skip(chosen, damage, request, skipped)
+
+
+def _skip(chosen: Choice, damage: Sequence[str], request: _Request, skipped: dict[str, str]) -> None:
+    """Go on without a damaged checkpoint, unless it is the one that was asked for."""
+    text = choice.shortened(damage)
+    if request.tag is not None:
+        raise CheckpointError(
+            f"{_CALL}: checkpoint {chosen.folder.name!r} is damaged: {text}",
+            where=str(chosen.folder),
+            remedy="resume from another checkpoint, or with tag=None from the latest complete one",
+        )
+    skipped[chosen.name] = text
+    if rank_zero():
+        _log.warning("%s: skipping %s, it is damaged: %s", _CALL, chosen.folder, text)
 
 
 def _own_files(chosen: Choice, request: _Request) -> _Files:
@@ -208,6 +248,7 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
         fp16_states=own("fp16_states") if request.optimizer is not None and manifest.has("fp16_states") else None,
         user_content=layout.USER_CONTENT if layout.USER_CONTENT in manifest.files else None,
         rng=layout.rng_file(here.rank) if manifest.has("rng") else None,
+        check_while_loading=_checks_while_loading(chosen, request),
     )
     if unlisted := files.required(strict=request.strict) - manifest.files.keys():
         raise CheckpointError(
@@ -226,7 +267,19 @@ def _files_to_check(chosen: Choice, request: _Request) -> _Files:
     here = world()
     names = list(reshard.files_of(chosen, with_optimizer=request.optimizer is not None))
     user_content = layout.USER_CONTENT if layout.USER_CONTENT in chosen.manifest.files else None
-    return _Files(user_content=user_content, checked=tuple(names[here.rank :: here.size]), moved=True)
+    return _Files(
+        user_content=user_content,
+        checked=tuple(names[here.rank :: here.size]),
+        moved=True,
+        check_while_loading=_checks_while_loading(chosen, request),
+    )
+
+
+def _checks_while_loading(chosen: Choice, request: _Request) -> bool:
+    """Equal on all ranks."""
+    names = reshard.files_of(chosen, with_optimizer=request.optimizer is not None)
+    whole = all(is_checkable(chosen.files / name, chosen.manifest.files[name]) for name in names)
+    return request.model.partitioned and whole and not integrity.checksums_skipped()
 
 
 def _check_roles(chosen: Choice, request: _Request) -> None:
@@ -244,9 +297,12 @@ def _check_roles(chosen: Choice, request: _Request) -> None:
 
 
 def _verify(chosen: Choice, files: _Files, request: _Request) -> list[integrity.Problem]:
-    names = files.required(strict=request.strict)
     checksums = not integrity.checksums_skipped()
-    return integrity.check_files(chosen.folder, chosen.manifest, names, checksums=checksums)
+    check, place, manifest = integrity.check_files, chosen.folder, chosen.manifest
+    if not files.check_while_loading:
+        return check(place, manifest, files.required(strict=request.strict), checksums=checksums)
+    sizes = check(place, manifest, files.state(), checksums=False)
+    return sizes + check(place, manifest, files.others(strict=request.strict), checksums=checksums)
 
 
 def _check_names(chosen: Choice, request: _Request) -> None:
@@ -273,15 +329,14 @@ def _check_names(chosen: Choice, request: _Request) -> None:
 
 
 def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
-    """Map this rank's files; nothing is copied yet, and the mapping survives a deletion of the folder.
+    """Read this rank's small files.
 
     Returns: content by file name; under the rng file's name what `random_state.unpack` returns, if it could
         be read.
     """
     loaded = {}
-    for name in sorted(files.to_open()):
-        mmap = name != files.user_content  # the user may keep it for longer than the file is there
-        loaded[name] = safe_loading.read_file(chosen.files / name, trust=request.trust, mmap=mmap)
+    if (name := files.user_content) is not None:
+        loaded[name] = safe_loading.read_file(chosen.files / name, trust=request.trust, mmap=False)
     if files.rng is None:
         return loaded
     try:
@@ -308,31 +363,61 @@ def _read_random_state(chosen: Choice, name: str, *, trust: bool) -> tuple[rng.R
         ) from error
 
 
-def _load_tensors(chosen: Choice, files: _Files, loaded: dict[str, Any], request: _Request) -> None:
-    """Load into the partitioned model and optimizer: on all ranks, or with an error on all."""
+def _load_tensors(chosen: Choice, files: _Files, reader: Placing, request: _Request) -> list[str]:
+    """Load into the partitioned model and optimizer: on all ranks, or with an error on all.
+
+    Returns: what is damaged, by rank; nothing was loaded then.
+    """
+    call = f"{_CALL}, loading {chosen.folder.name!r}"
+    prepared: list[Callable[[], None]] = []
+
+    def prepare() -> str | None:
+        try:
+            if files.moved:
+                to = chosen, request.model, request.optimizer, reader
+                prepared.append(reshard.plan_load(*to, with_model=chosen.manifest.has("model"), strict=request.strict))
+            else:
+                prepared.append(_plan_own(files, reader, request))
+            reader.check_all()
+        except integrity.Damaged as error:
+            if files.check_while_loading:
+                return error.what
+            raise
+        return None
+
+    per_rank = collect(call, prepare)
+    damage = [f"{problem} (rank {rank})" for rank, problem in enumerate(per_rank) if problem is not None]
+    if not damage:
+        run_everywhere(call, prepared[0])
+    return damage
+
+
+def _plan_own(files: _Files, reader: Placing, request: _Request) -> Callable[[], None]:
+    """Ask for this rank's own files, as it wrote them, in the memory that model and optimizer have. Returns: what loads them."""
+    model, optimizer, strict = request.model, request.optimizer, request.strict
+    plain: dict[str, Any] = {}
+    if files.model is not None:
+        present = model.local_state_dict()
+        saved = reader.value(files.model, ())
+        plain = {n: reader.placed(files.model, v, present.get(n)) for n, v in saved.items() if n != state.PARTIAL_MARK}
+    attached: dict[str, Any] = {}
+    if files.optimizer is not None and optimizer is not None:
+        names = optimizer.group_names()
+        attached = state.attach_by_name(reader.value(files.optimizer, ()), names, strict=strict)
+        attached = reader.placed(files.optimizer, attached, optimizer.local_state_dict(gather_if_shard=False))
+        if files.fp16_states is not None:
+            half = reader.value(files.fp16_states, ())
+            masters = state.attach_by_name(half, names, strict=strict)
+            masters = reader.placed(files.fp16_states, masters, optimizer.half_precision_state())
+            scaler = {key: value for key, value in half.items() if key not in ("state", "param_groups", state.SPANS)}
+            attached = state.with_half_precision(attached, masters, reader.placed(files.fp16_states, scaler))
 
     def load() -> None:
-        if files.moved:
-            reshard.load(
-                chosen,
-                request.model,
-                request.optimizer,
-                with_model=chosen.manifest.has("model"),
-                strict=request.strict,
-                trust=request.trust,
-            )
-            return
+        reader.run()
+        # What lies in the model already is not copied by this: torch sees that source and target are the same memory.
         if files.model is not None:
-            values = loaded.pop(files.model)
-            plain = {name: value for name, value in values.items() if name != state.PARTIAL_MARK}
-            request.model.load_local(plain, strict=request.strict)
-        if files.optimizer is not None and request.optimizer is not None:
-            present: Sequence[Sequence[str]] = request.optimizer.group_names()
-            attached = state.attach_by_name(loaded.pop(files.optimizer), present, strict=request.strict)
-            if files.fp16_states is not None:
-                half = loaded.pop(files.fp16_states)
-                masters = state.attach_by_name(half, present, strict=request.strict)
-                attached = state.with_half_precision(attached, masters, half)
-            request.optimizer.load_local({**state.own_copy(attached), state.PARTIAL_MARK: True})
+            model.load_local(plain, strict=strict)
+        if attached and optimizer is not None:
+            optimizer.load_local({**attached, state.PARTIAL_MARK: True})
 
-    run_everywhere(f"{_CALL}, loading {chosen.folder.name!r}", load)
+    return load

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.checkpoint import safe_loading
 from shardwright.checkpoint.manifest import KeyPath, Slice
-from shardwright.checkpoint.plan import Box, Copy
+from shardwright.checkpoint.plan import Box, Copy, Stored
 from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError
 
@@ -27,7 +27,7 @@ class Reader:
     def value(self, file: str, key: KeyPath) -> Any:
         """What lies under a key of a file; tensors are mapped, not read."""
         if file not in self._open:
-            self._open[file] = safe_loading.read_file(self._folder / file, trust=self._trust)
+            self._open[file] = self._content(file)
         found = self._open[file]
         try:
             for step in key:
@@ -37,6 +37,9 @@ class Reader:
                 f"{file} has nothing under {'.'.join(map(str, key))!r}, as the manifest says", where=str(self._folder)
             ) from error
         return found
+
+    def _content(self, file: str) -> Any:
+        return safe_loading.read_file(self._folder / file, trust=self._trust)
 
     def at(self, part: Slice) -> Any:
         """What a slice of the manifest names."""
@@ -51,13 +54,23 @@ class Reader:
 @torch.no_grad()
 def fill(target: Tensor, offset: Sequence[int], copy: Copy, content: Tensor) -> None:
     """Copy one box. content: the stored tensor that the copy's source names."""
-    source = copy.source
-    if source.flat is not None:
-        sizes = [source.box[dim][1] - source.box[dim][0] for dim in source.order]
-        run = content[source.flat : source.flat + prod(sizes)].view(sizes)
-        content = run.permute([source.order.index(dim) for dim in range(len(sizes))])
-    found = content[relative(copy.box, [start for start, _ in source.box])]
-    target[relative(copy.box, offset)].copy_(found)
+    found, place = ends_of(target, offset, copy, content)
+    place.copy_(found)
+
+
+def ends_of(target: Tensor, offset: Sequence[int], copy: Copy, content: Tensor) -> tuple[Tensor, Tensor]:
+    """The two ends of copying one box, as views: what is stored, and where it belongs."""
+    found = unrolled(content, copy.source)[relative(copy.box, [start for start, _ in copy.source.box])]
+    return found, target[relative(copy.box, offset)]
+
+
+def unrolled(content: Tensor, stored: Stored) -> Tensor:
+    """A stored tensor in the shape of its box; of a flat one the part that is the box."""
+    if stored.flat is None:
+        return content
+    sizes = [stored.box[dim][1] - stored.box[dim][0] for dim in stored.order]
+    run = content[stored.flat : stored.flat + prod(sizes)].view(sizes)
+    return run.permute([stored.order.index(dim) for dim in range(len(sizes))])
 
 
 def relative(box: Box, offset: Sequence[int]) -> tuple[slice, ...]:

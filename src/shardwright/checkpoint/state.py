@@ -300,17 +300,6 @@ def compact(value: Any, _seen: dict[tuple[Any, ...], torch.Tensor] | None = None
     return value
 
 
-def own_copy(value: Any) -> Any:
-    """Return the value with every tensor cloned: detached from the file that it was mapped from."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if type(value) is dict:
-        return {key: own_copy(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(own_copy(item) for item in value)
-    return value
-
-
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return the manifest's spelling of a dtype: "float32", "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -243,4 +243,4 @@ class SavedOptimizer:
 
     def load_local(self, state: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups."""
-        self._optimizer._take_over({key: value for key, value in state.items() if key != PARTIAL_MARK})
+        self._optimizer._take_over({key: value for key, value in state.items() if key != PARTIAL_MARK}, keep=True)

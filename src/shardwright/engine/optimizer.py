@@ -383,10 +383,11 @@ class WrappedOptimizer(PieceHolder):
         self._note_loaded(state_dict, is_own=is_own)
         self._sw_model.optimizer_loaded()
 
-    def _take_over(self, content: StateDict) -> None:
+    def _take_over(self, content: StateDict, *, keep: bool = False) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups: state of its parameters, or of its pieces.
 
         With "_smp_spans" it is that of pieces. Before pieces are held, only the settings of the groups are taken over.
+        keep: its tensors are the optimizer's from now on; else they are copied.
         """
         optimizer_state.check_groups(content, self._group_names())
         if self._sw_model._gradients.shards and not self._sw_model._sharding.is_settled:
@@ -397,13 +398,13 @@ class WrappedOptimizer(PieceHolder):
             return
         if SPANS in content:
             piece_state.check_spans(content[SPANS], self._spans())
-            self._load_local(optimizer_state.owned(content))
+            self._load_local(content if keep else optimizer_state.owned(content))
             return
         states: dict[int, Any] = content["state"]
         pieces = self._held_pieces()
         own = {
-            i: optimizer_state.owned(values) if (piece := pieces[i]) is None else piece_state.cut(values, piece)
-            for i, values in states.items()
+            i: piece_state.cut(values, piece) if piece is not None else values if keep else optimizer_state.owned(values)
+            for i, values, piece in ((i, values, pieces[i]) for i, values in states.items())
         }
         self._load_local({**content, "state": own})
 

@@ -1,0 +1,228 @@
+"""One torch file of a checkpoint: what is in it, and bytes of it straight into the memory of tensors, checked on the way.
+
+torch.load maps the file; where a tensor lies in it follows from where it lies in the mapping. Bytes for new memory are
+read into place and summed while they are in the processor's cache. Bytes for memory that holds something are summed in
+the mapping, which reads them from the disk, and read into place when all are known to be good. What can't be read so (other
+dtype, other device, gaps on either side) is copied from the mapping.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardwright.checkpoint import safe_loading
+from shardwright.checkpoint.integrity import Damaged, Problem
+from shardwright.checkpoint.manifest import FileRecord
+
+_STEP_BYTES = 1 << 20
+_AHEAD_BYTES = 32 << 20
+_LOCAL_HEADER_BYTES = 30
+
+
+class Transfer(NamedTuple):
+    """Copy `source`, a tensor of a file's content, into `target`, of the same shape. is_new: nobody sees the target yet."""
+
+    source: Tensor
+    target: Tensor
+    is_new: bool
+
+
+class _Piece(NamedTuple):
+    """Memory that bytes of the file belong into, from `start` on."""
+
+    start: int
+    memory: memoryview
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.memory.nbytes
+
+
+def is_checkable(path: object, record: FileRecord) -> bool:
+    """Can parts of this file be checked while they are read?"""
+    return isinstance(path, Path) and record.blocks is not None
+
+
+class TorchFile:
+    """An open file, which may be deleted meanwhile.
+
+    content: what torch.load makes of it; tensors are mapped.
+    check: compare what is read with the sums of `record`. Only where `is_checkable`.
+    """
+
+    def __init__(self, path: Any, record: FileRecord, *, trust: bool, check: bool) -> None:
+        self._path = path
+        self._record = record
+        self._check = check
+        self._file = open(path, "rb", buffering=0) if isinstance(path, Path) else None  # noqa: SIM115 - closed with it
+        records = self._records()
+        if check:
+            self._check_ends(records)
+        self.content = safe_loading.read_file(path, trust=trust)
+        self._base = _base(self.content, records, self._record.size_bytes)
+
+    def _records(self) -> list[tuple[int, int, int]]:
+        """Of each tensor in the file: where its header begins, where its bytes begin, how many there are."""
+        if self._file is None:
+            return []
+        found = []
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                for info in archive.infolist():
+                    if info.file_size and info.filename.split("/")[-2:-1] == ["data"]:
+                        header = os.pread(self._file.fileno(), _LOCAL_HEADER_BYTES, info.header_offset)
+                        name, extra = struct.unpack_from("<HH", header, 26)
+                        start = info.header_offset + _LOCAL_HEADER_BYTES + name + extra
+                        found.append((info.header_offset, start, info.file_size))
+        except (zipfile.BadZipFile, struct.error, ValueError) as error:
+            if self._check:
+                raise Damaged(str(Problem("flipped", self._path.name, f"not a readable archive: {error}"))) from error
+            return []
+        return sorted(found)
+
+    def _check_ends(self, records: Sequence[tuple[int, int, int]]) -> None:
+        """Make sure of all but the tensors, before anything is made of it."""
+        size = self._record.size_bytes
+        first, last = (records[0][1], records[-1][1] + records[-1][2]) if records else (size, size)
+        self._check_ranges([(0, first), (last, size)], [])
+
+    def check(self, transfers: Sequence[Transfer]) -> list[Transfer]:
+        """Make sure of the bytes of these; read those for new memory. Returns: what is left to fetch.
+
+        Raises: Damaged if some aren't what was written.
+        """
+        if self._base is None:
+            self._check_ranges([(0, self._record.size_bytes)], [])
+            return list(transfers)
+        pieces, rest = self._pieces([transfer for transfer in transfers if transfer.is_new])
+        rest += [transfer for transfer in transfers if not transfer.is_new]
+        ranges = sorted(self._range(source) for source, *_ in transfers if source.numel())
+        self._check_ranges(ranges, pieces)
+        return rest
+
+    def fetch(self, transfers: Sequence[Transfer]) -> None:
+        """Copy values into place, in the order of the file."""
+        pieces, rest = self._pieces(transfers) if self._base is not None else ([], transfers)
+        for piece in pieces:
+            for start in range(0, piece.memory.nbytes, _STEP_BYTES):
+                self._read_into(piece.memory[start : start + _STEP_BYTES], piece.start + start)
+        with torch.no_grad():
+            for source, target, _ in rest:
+                target.copy_(source)
+
+    def _pieces(self, transfers: Sequence[Transfer]) -> tuple[list[_Piece], list[Transfer]]:
+        """Those that can be read into place, in order, and the others."""
+        pieces: list[_Piece] = []
+        rest: list[Transfer] = []
+        for transfer in sorted(transfers, key=lambda transfer: transfer.source.data_ptr()):
+            source, target, _ = transfer
+            if not source.numel():
+                continue
+            start, _ = self._range(source)
+            if _is_straight(source, target) and (not pieces or pieces[-1].stop <= start):
+                pieces.append(_Piece(start, _memory_of(target)))
+                torch.autograd.graph.increment_version(target)
+            else:
+                rest.append(transfer)
+        return pieces, rest
+
+    def _range(self, tensor: Tensor) -> tuple[int, int]:
+        """Where the first element of one from the content begins in the file, and the last one ends."""
+        assert self._base is not None
+        start = tensor.data_ptr() - self._base
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return start, start + (last + 1) * tensor.element_size()
+
+    def _check_ranges(self, ranges: Sequence[tuple[int, int]], pieces: Sequence[_Piece]) -> None:
+        """Check all blocks that the ranges touch, and read the pieces, which lie in some of them. Both in order."""
+        assert self._file is not None
+        assert self._record.blocks is not None
+        blocks, size = self._record.blocks, self._record.size_bytes
+        touched = dict.fromkeys(
+            index for start, stop in ranges for index in range(start // blocks.num_bytes, -(-stop // blocks.num_bytes))
+        )
+        try:
+            mapped = memoryview(mmap.mmap(self._file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
+        except ValueError as error:
+            raise Damaged(str(Problem("cut", self._path.name, f"it has less than {size} bytes"))) from error
+        digest = xxhash.xxh3_64()
+        first, advised = 0, 0
+        for index in touched:
+            begin = index * blocks.num_bytes
+            end = min(begin + blocks.num_bytes, size)
+            advised = self._read_ahead(max(begin, advised), min(begin + _AHEAD_BYTES, size))
+            digest.reset()
+            for low in range(begin, end, _STEP_BYTES):
+                high = min(low + _STEP_BYTES, end)
+                while first < len(pieces) and pieces[first].stop <= low:
+                    first += 1
+                position, next_piece = low, first
+                while next_piece < len(pieces) and (piece := pieces[next_piece]).start < high:
+                    next_piece += 1
+                    start, stop = max(piece.start, low), min(piece.stop, high)
+                    digest.update(mapped[position:start])
+                    part = piece.memory[start - piece.start : stop - piece.start]
+                    self._read_into(part, start)
+                    digest.update(part)
+                    position = stop
+                digest.update(mapped[position:high])
+            if digest.digest() != blocks.digest(index):
+                raise Damaged(str(Problem("flipped", self._path.name, f"bytes {begin} to {end} aren't what was written")))
+
+    def _read_ahead(self, start: int, stop: int) -> int:
+        """Tell the system what will be read; in large steps, since each call costs. Returns up to where it knows."""
+        assert self._file is not None
+        if stop - start < _AHEAD_BYTES // 2 or not hasattr(os, "posix_fadvise"):
+            return start
+        os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+        return stop
+
+    def _read_into(self, memory: memoryview, start: int) -> None:
+        assert self._file is not None
+        while memory:
+            count = os.preadv(self._file.fileno(), [memory], start)
+            if count == 0:
+                raise Damaged(str(Problem("cut", self._path.name, f"it ends at byte {start}")))
+            memory, start = memory[count:], start + count
+
+
+def _base(content: Any, records: Sequence[tuple[int, int, int]], size_bytes: int) -> int | None:
+    """The address at which the file is mapped; None if the tensors aren't just those of the archive, as torch writes it."""
+    storages: dict[int, int] = {}
+    for tensor in _tensors(content):
+        if tensor.layout is torch.strided and tensor.numel():
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    if not storages or len(storages) != len(records):
+        return None
+    base = min(storages) - records[0][1]
+    expected = {base + start: num_bytes for _, start, num_bytes in records}
+    return base if storages == expected and records[-1][1] + records[-1][2] <= size_bytes else None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def _is_straight(source: Tensor, target: Tensor) -> bool:
+    """Are the bytes of the source, in their order, those of the target?"""
+    same = source.dtype is target.dtype and target.device.type == "cpu" and type(target.detach()) is Tensor
+    return same and source.is_contiguous() and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+
+
+def _memory_of(target: Tensor) -> memoryview:
+    return target.detach().view(-1).view(torch.uint8).numpy().data

@@ -85,6 +85,19 @@ def test_layout_of_files(saved: Path, tmp_path: Path, run: Run) -> None:
     assert not list(folder.glob("rng_*"))
 
 
+@pytest.mark.parametrize("name", ["shared", "sharded"])
+def test_like_another_checkpoint(saved: Path, tmp_path: Path, run: Run, name: str) -> None:
+    """All files are those that the same layout, told by options, has."""
+    start = saved / "bf16" / "two"
+    assert run("reshard", start, tmp_path, *LAYOUTS[name], "--tag", "told")[0] == 0
+    assert run("reshard", start, tmp_path, "--like", tmp_path / "told", "--tag", "like")[0] == 0
+    one, other = tmp_path / "told_partial", tmp_path / "like_partial"
+    assert manifest_of(one).entries == manifest_of(other).entries
+    assert manifest_of(one).layout == manifest_of(other).layout
+    for file in one.glob("*.pt"):
+        assert equal(*(torch.load(folder / file.name, weights_only=False) for folder in (one, other))), file.name
+
+
 def test_from_a_full_checkpoint(saved: Path, tmp_path: Path, run: Run) -> None:
     for precision in ("fp32", "bf16"):
         out = tmp_path / precision

@@ -1,7 +1,8 @@
 """Decisions that all ranks share: one rank's failure is raised by every rank, one rank's choice is
 everybody's.
 
-Every function here is called by all ranks of the world, in the same order, and issues one collective.
+Every function here is called by all ranks of the world, or of the axis that is given, in the same order, and issues one
+collective.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shardwright.errors import (
 )
 from shardwright.log import get_logger
 from shardwright.topology.context import world
+from shardwright.topology.ranks import Axis
 from shardwright.transport.objects import allgather_object
 
 _log = get_logger(__name__)
@@ -99,8 +101,8 @@ def agree(call: str, values: Mapping[str, object]) -> None:
         )
 
 
-def collect(call: str, work: Callable[[], _T]) -> list[_T]:
-    """Run the work on every rank; return the results of all ranks, in rank order. They must be picklable.
+def collect(call: str, work: Callable[[], _T], axis: Axis = "world") -> list[_T]:
+    """Run the work on every rank; return the results of all ranks of the axis, in rank order. They must be picklable.
 
     Raises: on every rank, the error of the lowest rank on which the work failed.
     """
@@ -112,20 +114,20 @@ def collect(call: str, work: Callable[[], _T]) -> list[_T]:
         raise
     except Exception as caught:
         error = caught
-    told = _exchange(call, (value, _for_all_ranks(call, error)))
+    told = _exchange(call, (value, _for_all_ranks(call, error)), axis)
     failures = [failure for _, failure in told if failure is not None]
     if failures:
         raise failures[0] from error
     return [result for result, _ in told]
 
 
-def run_everywhere(call: str, work: Callable[[], _T]) -> _T:
+def run_everywhere(call: str, work: Callable[[], _T], axis: Axis = "world") -> _T:
     """Run the work on every rank; return this rank's own result once all have succeeded.
 
     Raises: on every rank, the error of the lowest rank on which the work failed.
     """
     results: list[_T] = []
-    collect(call, lambda: results.append(work()))
+    collect(call, lambda: results.append(work()), axis)
     return results[0]
 
 
@@ -138,12 +140,13 @@ def run_on_rank_zero(call: str, work: Callable[[], _T]) -> _T:
     return cast(_T, collect(call, on_rank_zero)[0])
 
 
-def _exchange(call: str, value: Any) -> list[Any]:
+def _exchange(call: str, value: Any, axis: Axis = "world") -> list[Any]:
     """Return the values of all ranks; a rank that doesn't come is an error that names the call."""
     try:
-        return allgather_object(value, "world")
+        return allgather_object(value, axis)
     except _COMMUNICATION as error:
-        what = f"{call} (every rank of the world must call it): {error.what}"
+        who = "every rank of the world" if axis == "world" else f"every rank of the {axis.upper()}_GROUP"
+        what = f"{call} ({who} must call it): {error.what}"
         raise type(error)(what, where=error.where, remedy=error.remedy) from error
 
 

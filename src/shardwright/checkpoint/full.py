@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,13 @@ import torch
 import shardwright
 from shardwright.checkpoint import integrity, layout, safe_loading, state, storage
 from shardwright.checkpoint.collective import present_layout, run_everywhere, run_on_rank_zero
+from shardwright.checkpoint.deferred import Deferred, filled
 from shardwright.checkpoint.layout import Role
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, Slice
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
 from shardwright.checkpoint.storage import Place
+from shardwright.checkpoint.torch_stream import Stored, StreamedTorchFile
+from shardwright.checkpoint.whole import Put, WholeModel, WholeOptimizer
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology.context import world
@@ -64,30 +68,32 @@ def save(
 ) -> None:
     """Write a full checkpoint, and make it the one that `newest` names.
 
-    Called by: every rank of the world. Collectives: those that gather the model (and the optimizer) to world rank 0,
-        which writes; a few small ones.
+    Called by: every rank of the world. Collectives: messages of tensors to world rank 0, which writes them as they come; a
+        few small ones. No rank needs memory for more than the largest tensor (of a translation: what one result is made of).
     translate: give tensors the names of the model before modules were replaced.
     Raises: the same error on every rank; an earlier checkpoint of that tag is intact then.
     """
     call = f"save_checkpoint of {tag!r}"
     started = time.monotonic()
     save_id = run_on_rank_zero(call, lambda: _prepare(root, tag))
-    content = run_everywhere(call, lambda: {} if model is None else model.whole_state_dict(translate=translate))
-    moments = run_everywhere(call, lambda: None if optimizer is None else optimizer.whole_state_dict())
     job = _Save(root, tag, save_id, trust)
-
-    def write() -> int:
-        if model is not None:
-            job.write(tag, "model", content)
-        if moments is not None:
-            job.write(_optimizer_file(tag), "optimizer", moments)
-        job.write(_user_content_file(tag), "user_content", {} if user_content is None else user_content)
-        ties = () if model is None else tuple(tuple(names) for names in model.tied_names())
-        groups = () if optimizer is None else tuple(tuple(names) for names in optimizer.full_group_names())
-        return job.publish(_model_entries(tag, content), ties, groups, present_layout())
-
     try:
-        size_bytes = run_on_rank_zero(call, write)
+        content: Mapping[str, Any] = {}
+        if model is not None:
+            content = job.write_model(call, model, translate=translate)
+        if optimizer is not None:
+            whole = WholeOptimizer(call, optimizer, partitioned=model is None or model.partitioned)
+            job.write_tensors(call, _optimizer_file(tag), "optimizer", whole.content, whole.send)
+        groups = () if optimizer is None else tuple(tuple(names) for names in optimizer.full_group_names())
+
+        def finish() -> int:
+            job.write(_user_content_file(tag), "user_content", {} if user_content is None else user_content)
+            origin = None if model is None else model.origin_record()
+            if origin is not None and translate:
+                origin = {**origin, "renamings": []}
+            return job.publish(_model_entries(tag, content), _ties(content), groups, present_layout(), origin)
+
+        size_bytes = run_on_rank_zero(call, finish)
     except BaseException:
         if world().rank == 0:
             job.discard()
@@ -97,7 +103,7 @@ def save(
 
 
 class _Save:
-    """The files of one save. Used on world rank 0."""
+    """The files of one save, which are put on the disk under names that nobody reads. World rank 0 writes."""
 
     def __init__(self, root: Place, tag: str, save_id: str, trust: bool) -> None:
         self._root = root
@@ -106,8 +112,44 @@ class _Save:
         self._trust = trust
         self._files: dict[str, FileRecord] = {}
 
+    def write_model(self, call: str, model: CheckpointModel, *, translate: bool) -> Mapping[str, Any]:
+        """Write the model tensor by tensor. Called by: every rank. Returns: on rank 0, what is in the file, tensors deferred."""
+        whole = WholeModel(call, model)
+        content = whole.content
+        if translate:
+            content = whole.in_original_names(model)
+        self.write_tensors(call, self._tag, "model", content, partial_of(whole.send, wanted=content.values()))
+        return content
+
+    def write_tensors(
+        self, call: str, name: str, role: Role, content: Any, send: Callable[[Put], None]
+    ) -> None:
+        """Write a file of tensors that come one by one. Called by: every rank.
+
+        content: with deferred tensors, which `send` gives.
+        """
+        path = self._temporary(name)
+        file = run_everywhere(call, lambda: StreamedTorchFile(path) if world().rank == 0 else None)
+        stored: dict[int, Stored] = {}
+
+        def put(tensor: Deferred, value: torch.Tensor) -> None:
+            assert file is not None
+            stored[id(tensor)] = file.add(value)
+
+        def finish() -> None:
+            assert file is not None
+            self._files[name] = FileRecord(*file.finish(filled(content, stored), name), role, writer=0)
+            safe_loading.check_readable(path, trust=self._trust, name=name)
+
+        try:
+            send(put)
+            run_on_rank_zero(call, finish)
+        finally:
+            if file is not None:
+                file.close()
+
     def write(self, name: str, role: Role, content: Any) -> None:
-        """Put a file on the disk under a name that nobody reads."""
+        """Write a file. Called by: rank 0."""
         path = self._temporary(name)
         size_bytes, digest, _ = safe_loading.write_file(path, content, trust=self._trust, name=name)
         self._files[name] = FileRecord(size_bytes, digest, role, writer=0)
@@ -118,8 +160,9 @@ class _Save:
         ties: tuple[tuple[str, ...], ...],
         groups: tuple[tuple[str, ...], ...],
         layout_then: layout.Layout,
+        origin: Mapping[str, Any] | None = None,
     ) -> int:
-        """Give the files their names, the manifest last, and move `newest`. Returns bytes."""
+        """Give the files their names, the manifest last, and move `newest`. Called by: rank 0. Returns bytes."""
         manifest = Manifest(
             tag=self._tag,
             save_id=self._save_id,
@@ -135,6 +178,7 @@ class _Save:
             ties=ties,
             param_groups=groups,
             kind="full",
+            origin=origin,
         )
         data = manifest.to_bytes()
         mark = _manifest_file(self._tag)
@@ -188,6 +232,15 @@ def _model_entries(tag: str, content: Mapping[str, Any]) -> tuple[Entry, ...]:
         for n, t in content.items()
         if isinstance(t, torch.Tensor)
     )
+
+
+def _ties(content: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Names that are one tensor."""
+    groups: dict[int, list[str]] = {}
+    for name, value in content.items():
+        if isinstance(value, torch.Tensor):
+            groups.setdefault(id(value), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
 def _user_content_file(tag: str) -> str:

@@ -64,12 +64,13 @@ class HashingWriter:
         self._block = xxhash.xxh3_64()
         self._block_digests = bytearray()
         self._failure: OSError | None = None
+        self._closed = False
         self._file = storage.of(path).create(path)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes; returns how many, also when the disk refused them (see `finish`)."""
+        """Append bytes; returns how many, also when the disk refused them (see `finish`), or the file is closed."""
         left = whole = memoryview(data).cast("B")
-        while left and self._failure is None:
+        while left and self._failure is None and not self._closed:
             # Small enough to be in the processor's cache still when it is copied to the system's.
             size = min(_WRITE_BYTES, self._block_bytes - self.size_bytes % self._block_bytes)
             part, left = left[:size], left[size:]
@@ -103,6 +104,7 @@ class HashingWriter:
         Raises: OSError of the first write that failed (no space left, quota, I/O error), with the file's
             name.
         """
+        self._closed = True
         if self._failure is None:
             try:
                 self._file.finish()
@@ -117,8 +119,10 @@ class HashingWriter:
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        """Close without promises; for the path after an exception."""
-        self._file.abandon()
+        """Close without promises, unless it is finished; for the path after an exception."""
+        if not self._closed:
+            self._closed = True
+            self._file.abandon()
 
 
 def checksums_skipped() -> bool:

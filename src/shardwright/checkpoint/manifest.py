@@ -19,6 +19,8 @@ Version 1, one object:
     files              name -> bytes, xxh3_128, role, writer (world rank), and where it has been summed in blocks
                        "blocks": [bytes of a block, base64 of the big-endian xxh3_64 of each block in turn]
     data_folder        where the files lie: a folder beside the manifest, or "" for its own (see storage.remote)
+    origin             what the model was before its modules were replaced, for readers that give it back that form; or null:
+                       architecture, config, generation_config of transformers, renamings (path, rules of names)
     entries            one per model tensor and per optimizer state value:
       role             "model", "optimizer", "fp16_states"
       name             plain name of the parameter or buffer
@@ -125,6 +127,7 @@ class Manifest:
     data_folder: str = ""
     structure: Mapping[str, Any] | None = None
     converted_from: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         """Return the JSON text of the file, checksum included."""
@@ -142,6 +145,7 @@ class Manifest:
             "param_groups": self.param_groups,
             "structure": self.structure,
             "converted_from": self.converted_from,
+            "origin": self.origin,
             "files": {name: _file_to_json(record) for name, record in self.files.items()},
             "data_folder": self.data_folder,
             "entries": [_entry_to_json(entry) for entry in self.entries],
@@ -188,6 +192,7 @@ class Manifest:
                 data_folder=_plain(body["data_folder"]) if body.get("data_folder") else "",
                 structure=body.get("structure"),
                 converted_from=body.get("converted_from"),
+                origin=body.get("origin"),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointError(

@@ -139,6 +139,18 @@ def _inside(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
         yield ((index, index + 1), *box), begin + first
 
 
+def cut_up(box: Box, most_elements: int) -> Iterator[Box]:
+    """Boxes of at most so many elements, one after the other in row-major order, that make up a box."""
+    if volume(box) <= most_elements:
+        yield box
+        return
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    step = max(1, most_elements * (stop - start) // volume(box))
+    for first in range(start, stop, step):
+        yield from cut_up((*box[:dim], (first, min(first + step, stop)), *box[dim + 1 :]), most_elements)
+
+
 def intersection(one: Box, other: Box) -> Box | None:
     """What two boxes have in common; None if that is nothing."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))

@@ -28,15 +28,12 @@ class Reader:
         """What lies under a key of a file; tensors are mapped, not read."""
         if file not in self._open:
             self._open[file] = self._content(file)
-        found = self._open[file]
         try:
-            for step in key:
-                found = found[step]
+            return follow(self._open[file], key)
         except (KeyError, IndexError, TypeError) as error:
             raise CheckpointError(
                 f"{file} has nothing under {'.'.join(map(str, key))!r}, as the manifest says", where=str(self._folder)
             ) from error
-        return found
 
     def _content(self, file: str) -> Any:
         return safe_loading.read_file(self._folder / file, trust=self._trust)
@@ -60,8 +57,12 @@ def fill(target: Tensor, offset: Sequence[int], copy: Copy, content: Tensor) -> 
 
 def ends_of(target: Tensor, offset: Sequence[int], copy: Copy, content: Tensor) -> tuple[Tensor, Tensor]:
     """The two ends of copying one box, as views: what is stored, and where it belongs."""
-    found = unrolled(content, copy.source)[relative(copy.box, [start for start, _ in copy.source.box])]
-    return found, target[relative(copy.box, offset)]
+    return taken(content, copy), target[relative(copy.box, offset)]
+
+
+def taken(content: Tensor, copy: Copy) -> Tensor:
+    """The box of a copy, as a view of the stored tensor."""
+    return unrolled(content, copy.source)[relative(copy.box, [start for start, _ in copy.source.box])]
 
 
 def unrolled(content: Tensor, stored: Stored) -> Tensor:
@@ -71,6 +72,13 @@ def unrolled(content: Tensor, stored: Stored) -> Tensor:
     sizes = [stored.box[dim][1] - stored.box[dim][0] for dim in stored.order]
     run = content[stored.flat : stored.flat + prod(sizes)].view(sizes)
     return run.permute([stored.order.index(dim) for dim in range(len(sizes))])
+
+
+def follow(content: Any, key: KeyPath) -> Any:
+    """What lies under a path of dict keys and list indices."""
+    for step in key:
+        content = content[step]
+    return content
 
 
 def relative(box: Box, offset: Sequence[int]) -> tuple[slice, ...]:

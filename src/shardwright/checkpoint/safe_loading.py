@@ -83,13 +83,9 @@ def write_file(path: Place, content: object, *, trust: bool, name: str = "", crc
             torch.save(content, cast(IO[bytes], writer), pickle_module=_Portable)
     except Exception as error:
         writer.close()
-        raise CheckpointError(
-            f"{name} can't be written, its content can't be pickled: {type(error).__name__}: {error}",
-            remedy=f"save plain values: {_ALLOWED_IN_WORDS}",
-        ) from error
+        raise not_picklable(name, error) from error
     digest = writer.finish()
-    if not trust:
-        _refuse_at_save_time(path, name)
+    check_readable(path, trust=trust, name=name)
     return Written(writer.size_bytes, digest, writer.blocks())
 
 
@@ -214,7 +210,21 @@ def _without_crc() -> Iterator[None]:
         set_crc32_options(before)
 
 
-def _refuse_at_save_time(path: Place, name: str) -> None:
+def not_picklable(name: str, error: Exception) -> CheckpointError:
+    """What to raise for content that pickle refuses."""
+    return CheckpointError(
+        f"{name} can't be written, its content can't be pickled: {type(error).__name__}: {error}",
+        remedy=f"save plain values: {_ALLOWED_IN_WORDS}",
+    )
+
+
+def check_readable(path: Place, *, trust: bool, name: str) -> None:
+    """Make sure, unless `trust`, that safe loading accepts a file that was just written. name: what errors call it.
+
+    Raises: CheckpointError naming the type that it refuses.
+    """
+    if trust:
+        return
     try:
         read_file(path, trust=False)
     except CheckpointError as error:
@@ -243,7 +253,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
-class _PortablePickler(pickle.Pickler):
+class PortablePickler(pickle.Pickler):
     """Writes collections in the one form that the weights-only unpickler can rebuild: a call with all the
     items.
     """
@@ -259,6 +269,6 @@ class _PortablePickler(pickle.Pickler):
 class _Portable:
     """The pickle module that torch.save is given."""
 
-    Pickler: Callable[..., pickle.Pickler] = _PortablePickler
+    Pickler: Callable[..., pickle.Pickler] = PortablePickler
     dump = pickle.dump
     dumps = pickle.dumps

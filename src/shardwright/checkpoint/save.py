@@ -75,6 +75,7 @@ class _Described:
     ties: tuple[tuple[str, ...], ...]
     param_groups: tuple[tuple[str, ...], ...]
     structure: Mapping[str, Any] | None
+    origin: Mapping[str, Any] | None
 
 
 def save_checkpoint(
@@ -256,8 +257,8 @@ class _Save:
         if model is not None and (name := self._own_file("model")) is not None:
             describe = partial_of(state.model_entries, name, table=table)
             parts.append(_Part(name, "model", lambda: state.compact(model.local_state_dict()), describe))
-        table = model.parameter_table() if model is not None else ()
         if optimizer is not None:
+            table = optimizer.parameter_table()
             names = [name for group in optimizer.group_names() for name in group]
             sources: dict[StateRole, Callable[[], Any]] = {
                 "optimizer": lambda: optimizer.local_state_dict(gather_if_shard=False)
@@ -296,6 +297,7 @@ class _Save:
             () if self.model is None else _tuples(self.model.tied_names()),
             () if self.optimizer is None else _tuples(self.optimizer.full_group_names()),
             None if self.model is None or self.here.rank > 0 else self.model.structure_record(),
+            None if self.model is None else self.model.origin_record(),
         )
 
     def _commit(
@@ -320,6 +322,7 @@ class _Save:
             param_groups=described.param_groups,
             data_folder=self.store.data_folder(save_id),
             structure=described.structure,
+            origin=described.origin,
         )
         data = manifest.to_bytes()
         self.store.commit(temporary, self.root / self.folder, data, unique=save_id)

@@ -106,11 +106,18 @@ class CheckpointModel(Protocol):
         strict.
         """
 
-    def whole_state_dict(self, *, translate: bool) -> dict[str, Any]:
-        """The whole model on world rank 0, tensors on the CPU; {} on the others. Called by: every rank; it communicates.
+    def origin_record(self) -> Mapping[str, Any] | None:
+        """What the model was before modules were replaced, as JSON values, see `manifest`; None where that isn't known."""
 
-        translate: in the names of the model before modules were replaced.
+    def answered_state(self) -> dict[str, Any]:
+        """What this rank answers for in the state dict of the whole: as `local_state_dict()`, without the mark, and before
+        partitioning as well. Names of one tensor have one object.
+
+        Raises: UsageError while parameters have no memory.
         """
+
+    def original_names(self, content: dict[str, Any]) -> dict[str, Any]:
+        """A whole state dict in the names of the model before modules were replaced. The tensors may be deferred."""
 
     def load_whole(self, content: Mapping[str, Any], *, strict: bool, translated: bool) -> None:
         """Copy this rank's share of whole tensors. translated: the names are the wrapped model's; otherwise they may
@@ -142,13 +149,11 @@ class CheckpointOptimizer(Protocol):
         `_smp_is_partial: True`.
         """
 
-    def whole_state_dict(self) -> dict[str, Any] | None:
-        """The whole optimizer's state on world rank 0, in torch's form with `PARAM_NAMES`; None on the others.
-        Called by: every rank; it communicates.
-        """
+    def parameter_table(self) -> Sequence[TensorRow]:
+        """`CheckpointModel.parameter_table` of the model whose parameters these are."""
 
     def load_whole(self, state: dict[str, Any], *, strict: bool) -> None:
-        """Take over this rank's share of such a dict."""
+        """Take over this rank's share of the whole optimizer's state, in torch's form with `PARAM_NAMES`."""
 
     def load_local(self, state: dict[str, Any]) -> None:
         """Take over a dict in that form, indices as in `group_names()`. The tensors are the optimizer's to
@@ -213,7 +218,7 @@ def optimizer_entries(
             shape = tuple(value.shape)
             span = (spans or {}).get(names[index])
             if row is not None and span is not None and path[-1:] != ("step",) and shape == (span[1] - span[0],):
-                if not span[1] - span[0]:
+                if span[0] == span[1] and 0 not in row.shape:
                     continue
                 strides = tuple(span[3]) if len(span) > 3 else None
                 part, whole = Slice(file, key, row.offset, row.local_shape, (span[0], span[1]), strides), row.shape

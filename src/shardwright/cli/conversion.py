@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.relayout.target import Target
 
 _BY_SUFFIX = {".safetensors": "safetensors"}
+_HUGGING_FACE = "hf"
 
 
 def export(
@@ -28,15 +29,19 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="torch or safetensors: one file; dcp: a folder for torch.distributed.checkpoint. By default "
-            "safetensors for a name that ends so, else torch.",
+            help="torch or safetensors: one file; dcp: a folder for torch.distributed.checkpoint; hf: a folder for "
+            "from_pretrained of transformers. By default safetensors for a name that ends so, else torch.",
         ),
     ] = "",
     optimizer: Annotated[bool, typer.Option("--optimizer", help="Also the optimizer's state: torch and dcp.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="hf: the most that one file holds.")] = "5GB",
+    config: Annotated[
+        Path | None, typer.Option(help="hf: a folder with config.json, for a checkpoint that doesn't say what model it is of.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     trust: Annotated[bool, typer.Option("--trust", help="Read files that could run code.")] = False,
 ) -> None:
-    """Write the whole model of a checkpoint in another form, in the names that it has there.
+    """Write the whole model of a checkpoint in another form, in the names that it has there; hf: in those of transformers.
 
     A dcp folder has the keys "model" and "optim".
     """
@@ -46,12 +51,19 @@ def export(
     from shardwright.cli import progress
 
     form = form or _BY_SUFFIX.get(out.suffix, "torch")
-    if form not in FORMATS:
-        raise UsageError(f"--format is '{form}', expected one of {', '.join(FORMATS)}")
+    if form not in (*FORMATS, _HUGGING_FACE):
+        raise UsageError(f"--format is '{form}', expected one of {', '.join((*FORMATS, _HUGGING_FACE))}")
+    if form == _HUGGING_FACE and optimizer:
+        raise UsageError("a folder of Hugging Face holds no optimizer state", remedy="--format dcp or torch")
     check_new(out)
     source = Source(find(path, tag), trust=trust)
     with progress.bar(f"writing {out.name}", num_bytes(source, with_optimizer=optimizer)) as advance:
-        count = FORMATS[form](source, out, with_optimizer=optimizer, advance=advance)
+        if form == _HUGGING_FACE:
+            from shardwright.integrations.huggingface.export import export_from_files
+
+            count = export_from_files(source, out, max_shard_size=max_shard_size, config=config, advance=advance)
+        else:
+            count = FORMATS[form](source, out, with_optimizer=optimizer, advance=advance)
     size = size_of(out)
     if as_json:
         told = {"name": source.checkpoint.name, "out": str(out), "format": form, "tensors": count, "bytes": size}

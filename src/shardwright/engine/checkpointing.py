@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import load, save
-from shardwright.checkpoint.state import PARAM_NAMES, PARTIAL_MARK, TensorRow, attach_by_name, dtype_name
+from shardwright.checkpoint.state import PARTIAL_MARK, TensorRow, attach_by_name, dtype_name
 from shardwright.data_parallel import shards
 from shardwright.engine import weights
 from shardwright.engine.half_optimizer import HALF_PRECISION_KEYS, HalfPrecisionOptimizer, without_masters
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import WrappedOptimizer
+from shardwright.engine.origin import origin_record
 from shardwright.engine.state import state
 from shardwright.errors import UsageError
 from shardwright.partition.plan import PartitionPlan
@@ -162,12 +163,18 @@ class SavedModel:
         content = {name: value for name, value in state.items() if name != PARTIAL_MARK}
         weights.load(self._part, content, self._part.held_state().keys(), strict=strict, slices=True)
 
-    def whole_state_dict(self, *, translate: bool) -> StateDict:
-        """The whole model on world rank 0; {} on the others."""
-        content = self._model.state_dict(gather_to_rank0=True)
-        if translate and content:
-            for to_original, _ in state.module_manager.translate_functions:
-                content = to_original(content)
+    def origin_record(self) -> Mapping[str, Any] | None:
+        """What the model was before modules were replaced."""
+        return origin_record(self._part.module)
+
+    def answered_state(self) -> StateDict:
+        """What this rank answers for in the state dict of the whole."""
+        return self._model._answered_state()
+
+    def original_names(self, content: StateDict) -> StateDict:
+        """In the names of the model before modules were replaced."""
+        for to_original, _ in state.module_manager.translate_functions:
+            content = to_original(content)
         return content
 
     def load_whole(self, content: Mapping[str, Any], *, strict: bool, translated: bool) -> None:
@@ -224,13 +231,9 @@ class SavedOptimizer:
         optimizer = self._optimizer
         return optimizer._sw_half_state() if isinstance(optimizer, HalfPrecisionOptimizer) else None
 
-    def whole_state_dict(self) -> StateDict | None:
-        """The whole optimizer's state on world rank 0."""
-        content = self._optimizer.state_dict()
-        if context.world().rank > 0:
-            return None
-        content = self._optimizer._sw_from_script(content)
-        return {**content, PARAM_NAMES: [name for names in self.full_group_names() for name in names]}
+    def parameter_table(self) -> Sequence[TensorRow]:
+        """Rows of the model's parameters."""
+        return SavedModel(self._optimizer._sw_model).parameter_table()
 
     def load_whole(self, state: StateDict, *, strict: bool) -> None:
         """Take over this rank's share of a whole state; masters only if this optimizer has some."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from shardwright.checkpoint.state import PARTIAL_MARK
+from shardwright.checkpoint.whole import WholeModel
 from shardwright.data_parallel.shards import local
 from shardwright.engine import weights
 from shardwright.engine.part import Part
@@ -46,19 +47,19 @@ class ModelState(nn.Module):
         Called by: all ranks of an MP_GROUP together (all ranks, or all with rdp_rank() == 0); with sharded data parallelism
         all ranks. Before partitioning, if nothing is cut over tp ranks, without communication.
         Collectives: see `weights.gather`.
-        gather_to_rank0: only world rank 0 gets content, the others {}.
+        gather_to_rank0: only world rank 0 gets content, the others {}, and need no more memory than for a message; see
+            `checkpoint.whole`.
         keep_vars: where nothing is gathered, the very parameters instead of detached ones.
         """
-        if not self._part.settled and delayed_init.has_delayed(self._part.module):
-            raise UsageError(
-                "model.state_dict() before the model is partitioned, but its parameters are built with delayed"
-                " initialisation and have no values yet",
-                remedy="call it after the first step",
-            )
+        self._demand_values("model.state_dict()")
         keep = not gather_to_rank0 or context.world().rank == 0
         plain = self.get_module().state_dict(keep_vars=True)
         if not self._part.is_complete:
-            content = weights.gather(self._part, self._part.answered_state(), "model.state_dict()", keep=keep)
+            content = (
+                self._whole_on_rank0("model.state_dict()")
+                if gather_to_rank0
+                else weights.gather(self._part, self._part.answered_state(), "model.state_dict()")
+            )
         elif keep:
             content = {n: v if keep_vars else weights.on_cpu(v) for n, v in plain.items()}
         else:
@@ -66,6 +67,30 @@ class ModelState(nn.Module):
         result: StateDict = OrderedDict() if destination is None else destination
         result.update((prefix + name, value) for name, value in content.items())
         return weights.with_metadata(result, plain)
+
+    def _whole_on_rank0(self, call: str) -> StateDict:
+        """The whole state dict on world rank 0; {} on the others. Called by: as `state_dict`."""
+        from shardwright.engine.checkpointing import SavedModel  # which knows this class
+
+        if context.world().coordinates.rdp > 0 and not self._part.is_sharded:
+            return {}
+        content = WholeModel(call, SavedModel(cast(Any, self)), "world" if self._part.is_sharded else "mp").collected()
+        return content if context.world().rank == 0 else {}
+
+    def _answered_state(self) -> StateDict:
+        """What this rank answers for in the whole state dict, see `CheckpointModel.answered_state`."""
+        self._demand_values("the whole state dict")
+        held = self._part.answered_state()
+        local_of = {id(v): local(v).detach() for v in held.values() if isinstance(v, torch.Tensor)}
+        return weights.with_metadata(OrderedDict((n, local_of.get(id(v), v)) for n, v in held.items()), held)
+
+    def _demand_values(self, what: str) -> None:
+        if not self._part.settled and delayed_init.has_delayed(self._part.module):
+            raise UsageError(
+                f"{what} before the model is partitioned, but its parameters are built with delayed"
+                " initialisation and have no values yet",
+                remedy="call it after the first step",
+            )
 
     def local_state_dict(self) -> StateDict:
         """Parameters (with sharded data parallelism the rows here) and persistent buffers, plus `_smp_is_partial: True`.

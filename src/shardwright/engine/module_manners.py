@@ -65,7 +65,7 @@ class ModuleManners(ForwardingModule):
         if part.is_whole or pipeline is None:
             return super().cpu()
         mine = {**part.owned_tensors(), **part.held_extras()}
-        whole = weights.gather(part, mine, "model.cpu()", keep=True)
+        whole = weights.gather(part, mine, "model.cpu()")
         for unit in pipeline.runtime.units:
             unit.remove()
         for entry in part.entries:
@@ -115,8 +115,7 @@ class ModuleManners(ForwardingModule):
 
         Called by: every rank of the MP_GROUP.
         """
-        mine = self._part.answered_state()
-        full = weights.gather(self._part, mine, "model.save_pretrained()", keep=context.world().rank == 0)
+        full = cast(Any, self).state_dict(gather_to_rank0=True)
         if context.world().rank == 0:
             save(*args, **{"state_dict": in_original_names(full), **kwargs})
         collectives.barrier("mp")

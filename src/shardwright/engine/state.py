@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwright.config.schema import Config
+from shardwright.tensor_parallel.registry import Renaming
 from shardwright.topology import context
 
 if TYPE_CHECKING:
@@ -21,9 +22,11 @@ class ModuleManager:
     """Knowledge about the wrapped model's modules.
 
     translate_functions: one (ours to Hugging Face, Hugging Face to ours) pair for each replaced family.
+    renamings: for each replaced module, where it is ("" or "path."), and the table of its weights' names.
     """
 
     translate_functions: list[tuple[Translate, Translate]] = field(default_factory=list)
+    renamings: list[tuple[str, Renaming]] = field(default_factory=list)
 
 
 class State:

@@ -30,6 +30,9 @@ def distribute(module: nn.Module) -> nn.Module:
     randomness.begin()
     root, report = substitute(module, _carry_requests)
     state.module_manager.translate_functions[:] = translations(report.replaced)
+    state.module_manager.renamings[:] = [
+        (f"{found.name}." if found.name else "", found.renaming) for found in report.replaced if found.renaming is not None
+    ]
     if rank_zero():
         _tell(report)
     return root
@@ -95,14 +98,14 @@ def translations(replaced: Sequence[Replaced]) -> list[tuple[Translate, Translat
 
 
 def _to_original(members: Sequence[tuple[str, Renaming]], content: StateDict) -> StateDict:
-    return _renamed(content, [(prefix, renaming.to_huggingface) for prefix, renaming in members])
+    return renamed(content, [(prefix, renaming.to_huggingface) for prefix, renaming in members])
 
 
 def _to_distributed(members: Sequence[tuple[str, Renaming]], content: StateDict) -> StateDict:
-    return _renamed(content, [(prefix, renaming.to_distributed) for prefix, renaming in members])
+    return renamed(content, [(prefix, renaming.to_distributed) for prefix, renaming in members])
 
 
-def _renamed(
+def renamed(
     content: StateDict, members: Sequence[tuple[str, Callable[[StateDict], StateDict]]]
 ) -> StateDict:
     """A copy of a state dict with the part below each prefix renamed; marks of the library stay."""

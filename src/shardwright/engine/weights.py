@@ -32,7 +32,7 @@ class _Sent:
     index: int
 
 
-def gather(part: Part, mine: Mapping[str, Any], call: str, *, keep: bool) -> StateDict:
+def gather(part: Part, mine: Mapping[str, Any], call: str) -> StateDict:
     """Join what the ranks of an MP_GROUP answer for; tensors are whole, and copies on the CPU.
 
     Called by: every rank of an MP_GROUP; with sharded parameters every rank.
@@ -40,7 +40,6 @@ def gather(part: Part, mine: Mapping[str, Any], call: str, *, keep: bool) -> Sta
         TP_GROUP if it is cut, and one broadcast over PP_GROUP.
     mine: tensors and other values of this rank, by names that no other rank has.
     call: the public call, for errors.
-    keep: False takes part and returns {}, holding no more than one tensor at a time.
     Tied tensors travel once, and are one tensor in the result.
     """
     device = context.world().device
@@ -62,10 +61,8 @@ def gather(part: Part, mine: Mapping[str, Any], call: str, *, keep: bool) -> Sta
                 else:
                     tensor = torch.empty(shape, dtype=dtype, device=device)
                 collectives.broadcast_tensor(tensor, "pp", src_group_rank=owner)
-                if keep:
-                    received.append(tensor.to("cpu", copy=own is not None))
-            if keep:
-                found.update((n, received[v.index] if isinstance(v, _Sent) else v) for n, v in names.items())
+                received.append(tensor.to("cpu", copy=own is not None))
+            found.update((n, received[v.index] if isinstance(v, _Sent) else v) for n, v in names.items())
     order = {name: index for index, name in enumerate(part.keys())}
     return OrderedDict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 

@@ -253,9 +253,12 @@ def _take_over(module: nn.Module, made: nn.Module) -> None:
         # such as the kind of attention of a layer, by which the model around it chooses the mask
         if isinstance(value, (str, bool, int, float)) and not name.startswith("_") and not hasattr(made, name):
             setattr(made, name, value)
+    made.__dict__["original_class"] = module.__dict__.get("original_class", type(module))
     config = module.__dict__.get("config")
     if config is not None and not hasattr(made, "config"):
         made.config = config
+        if "generation_config" in module.__dict__:
+            made.__dict__["generation_config"] = module.__dict__["generation_config"]
         if hasattr(module, "save_pretrained") and not hasattr(made, "save_pretrained"):
             made.__dict__["save_pretrained"] = partial(_save_as, type(module), config)
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):

@@ -45,6 +45,7 @@ from shardwright.engine.queries import (
 )
 from shardwright.engine.recomputation import set_activation_checkpointing
 from shardwright.engine.signals import save_on_signal
+from shardwright.integrations.huggingface.export import export_huggingface
 from shardwright.memory.delayed_init import delay_param_initialization
 from shardwright.partition.manual import partition
 from shardwright.partition.trace import is_tracing
@@ -126,6 +127,7 @@ __all__ = [
     "dp_rank",
     "dp_size",
     "dynamic_shapes",
+    "export_huggingface",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",

@@ -11,9 +11,9 @@ ends in a dot, or nothing. Everything here is about whole tensors; slicing over 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -185,6 +185,14 @@ class Renaming:
             self.mask_length,
         )
 
+    def as_record(self) -> dict[str, Any]:
+        """The table as JSON values, without the masks of old versions; see `from_record`."""
+        return {
+            "rules": [{"kind": type(rule).__name__, **asdict(rule)} for rule in self.rules],
+            "ties": [asdict(tie) for tie in self.ties],
+            "others": self.others,
+        }
+
     def passing(self) -> Renaming:
         """The same correspondence, with names of no rule left as they are."""
         return replace(self, others="pass")
@@ -286,6 +294,16 @@ class _Side:
         if isinstance(rule, Stacked) and _has_hole(self.target(rule)[0], rule.over):
             return [_filled(self.target(rule)[0], {**bound, rule.over: str(n)}) for n in range(count)]
         return [_filled(pattern, bound) for pattern in self.target(rule)]
+
+
+def from_record(record: Mapping[str, Any]) -> Renaming:
+    """The inverse of `Renaming.as_record`. Raises: KeyError for a kind of rule that this release doesn't know."""
+    kinds = {kind.__name__: kind for kind in (Rule, Transposed, Fused, Stacked)}
+    rules = []
+    for told in record["rules"]:
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items() if key != "kind"}
+        rules.append(kinds[told["kind"]](**values))
+    return Renaming(tuple(rules), tuple(Tie(**tie) for tie in record["ties"]), others=record["others"])
 
 
 def same(plain: str, distributed: str) -> Rule:

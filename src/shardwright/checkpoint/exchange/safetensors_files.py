@@ -1,0 +1,114 @@
+"""Safetensors files that are written tensor by tensor: what they will hold is known first, the tensors come in any order.
+
+Several files have an index, in the form of Hugging Face: tensors fill files in their order, up to a size.
+
+Source: https://huggingface.co/docs/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint import storage
+from shardwright.checkpoint.torch_stream import row_major_bytes
+from shardwright.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+
+
+class SafetensorsFiles:
+    """The weights of a folder. In order: `write` for every tensor, `finish` once; `close` in any case.
+
+    tensors: what will be written, with shape and dtype; values aren't looked at.   most_bytes: of the tensors in one file; a
+    larger tensor has a file of its own.
+    Raises: CheckpointError for a dtype that the format doesn't have.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
+        self._folder = folder
+        self._files: list[IO[bytes]] = []
+        self._places: dict[str, tuple[IO[bytes], int]] = {}
+        groups = list(_filled(tensors, most_bytes)) or [[]]
+        self._weight_map: dict[str, str] = {}
+        self.num_bytes = sum(_bytes_of(tensor) for tensor in tensors.values())
+        for number, names in enumerate(groups, 1):
+            name = "model" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}"
+            self._weight_map.update(dict.fromkeys(names, f"{name}.safetensors"))
+            self._begin(folder / f"{name}.safetensors", {name: tensors[name] for name in names})
+
+    def _begin(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offsets: dict[str, int] = {}
+        position = 0
+        # Large elements first, so that all are aligned.
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+            if tensor.dtype not in _DTYPES:
+                raise CheckpointError(f"{name!r} is {tensor.dtype}, which safetensors files can't hold")
+            offsets[name], end = position, position + _bytes_of(tensor)
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = open(path, "xb")  # noqa: SIM115 - closed by finish or close
+        self._files.append(file)
+        file.write(len(text).to_bytes(8, "little") + text)
+        self._places.update((name, (file, 8 + len(text) + offset)) for name, offset in offsets.items())
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into its place. Raises: OSError if the disk refuses."""
+        file, position = self._places.pop(name)
+        file.seek(position)
+        for piece in row_major_bytes(tensor):
+            file.write(piece)
+
+    def finish(self) -> None:
+        """Bring the files to the disk, and write the index of several.
+
+        Raises: OSError if the disk refuses; CheckpointError if a tensor was not written.
+        """
+        if self._places:
+            raise CheckpointError(f"{len(self._places)} tensors were not written, the first is {min(self._places)!r}")
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        self.close()
+        if len(self._files) > 1:
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(self._weight_map.items()))}
+            storage.of(self._folder).put(self._folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+    def close(self) -> None:
+        """Close without promises."""
+        for file in self._files:
+            with suppress(OSError):
+                file.close()
+
+
+def _filled(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterable[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + _bytes_of(tensor) > most_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _bytes_of(tensor)
+    if names:
+        yield names
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -157,6 +157,12 @@ def test_a_restart_resumes_from_newest(folder: Path, plain: list[str]) -> None:
     assert _steps((folder / "logs" / "rank_0.restart1.out").read_text()) == plain[3:]
 
 
+def test_torchruns_restart_meets_anew(folder: Path, plain: list[str]) -> None:
+    """Its store outlives the workers; what they left there must not mislead those of the next start."""
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", "train.py", "--die", "1"]
+    assert _losses([*command, "--checkpoints", "kept-by-torchrun"], folder, STAGES="2") == plain
+
+
 def test_restarts_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os, sys; print('start'); sys.exit(3)")
     with Launched(tmp_path, "--nproc", "2", "--max-restarts", "2", "train.py") as job:

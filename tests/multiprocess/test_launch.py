@@ -300,10 +300,11 @@ def test_two_nodes_number_their_ranks_together(tmp_path: Path) -> None:
         "import os; print(*(os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')))",
     )
     port = str(free_port())
-    options = ["--nproc", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    meeting = [["--master-addr", "127.0.0.1", "--master-port", port], ["--rdzv-endpoint", f"127.0.0.1:{port}"]]
     lines = []
-    for node in ("0", "1"):
-        with Launched(tmp_path, *options, "--node-rank", node, script) as job:
+    for node, place in enumerate(meeting):
+        options = ["--nproc", "2", "--nnodes", "2", "--node-rank", str(node), *place]
+        with Launched(tmp_path, *options, script) as job:
             assert job.finish() == 0, job.stderr
             lines += job.stdout.splitlines()
     assert sorted(lines) == [f"{rank} {rank % 2} 4 {port}" for rank in range(4)]

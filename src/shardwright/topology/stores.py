@@ -77,7 +77,9 @@ def open_bulletin(opened: OpenStore) -> tuple[Bulletin, ConnectionRecord]:
 def _described(base: Store, environ: Mapping[str, str]) -> OpenStore:
     global _num_opened
     _num_opened += 1
-    store = PrefixStore(f"shardwright/{_num_opened}", base)
+    # torchrun's store outlives a restart of the workers, and with it what those before have written.
+    start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"shardwright/{start}/{_num_opened}", base)
     while isinstance(base, PrefixStore):
         base = base.underlying_store
     if not isinstance(base, dist.TCPStore):

@@ -113,7 +113,12 @@ def test_the_constructor_refuses_what_can_not_work(tmp_path: Path, monkeypatch: 
     ]:
         with pytest.raises(ConfigError, match=words):
             PyTorch(**{"entry_point": "train.py", "role": "r", **options})
-    estimator = PyTorch("train.py", role="r", instance_type="ml.p4d.24xlarge", distribution=_distribution())
+    said: list[object] = []
+    monkeypatch.setattr("shardwright.log.once", lambda logger, level, text, *values: said.append(text % values))
+    distribution = _distribution(custom_mpi_options="--oversubscribe")
+    estimator = PyTorch("train.py", role="r", instance_type="ml.p4d.24xlarge", tags=None, distribution=distribution)
+    named = ("instance_type", "role", "--oversubscribe")
+    assert said == [f"estimator: {name} has no effect on this machine" for name in named]
     with pytest.raises(ConfigError, match=r"inputs\['train'\] is 's3://b/c'"):
         estimator.fit({"train": "s3://b/c"})
     with pytest.raises(UsageError, match="no model yet"):

@@ -218,6 +218,19 @@ def random_streams(path: str) -> tuple[list[float], list[float]]:
     return straight, [*torch.rand(2).tolist(), random.random()]
 
 
+def draws(path: str, resume: bool) -> list[float]:
+    """What this rank draws after saving, or after resuming."""
+    model, optimizer = new()
+    if resume:
+        random.seed(0)
+        torch.manual_seed(0)
+        resume_from_checkpoint(path, model=model, optimizer=optimizer)
+    else:
+        random.seed(7)  # alike on all ranks
+        save_checkpoint(path, "r", model=model, optimizer=optimizer)
+    return [*torch.rand(2).tolist(), random.random()]
+
+
 def resume_counting_reads(path: str) -> list[str]:
     """The names of the files that this rank reads to resume."""
     read: list[str] = []

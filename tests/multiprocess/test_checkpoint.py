@@ -101,6 +101,19 @@ def test_every_rank_gets_its_own_random_state_back(pool4: RankPool, path: Path) 
     assert len({tuple(straight) for straight, _ in results}) == 4
 
 
+def test_random_state_goes_along_into_another_layout(pool2: RankPool, pool4: RankPool, path: Path) -> None:
+    """FF-27 over layouts: places that were there have their state; replicas that are new differ where the old ones did."""
+    two_replicas = {"ddp": True}
+    saved = run(pool4, ranks.draws, str(path / "four"), False, config=TWO_BY_TWO)
+    fewer = run(pool2, ranks.draws, str(path / "four"), True, config=two_replicas)
+    assert fewer == [saved[0], saved[2]]  # pp 0 of each replica
+    saved = run(pool2, ranks.draws, str(path / "two"), False, config=two_replicas)
+    more = run(pool4, ranks.draws, str(path / "two"), True, config=two_replicas)
+    assert more[:2] == saved
+    assert len({tuple(drawn[:2]) for drawn in more}) == 4
+    assert len({drawn[2] for drawn in more}) == 1
+
+
 def test_a_rank_opens_its_own_files_only(pool2: RankPool, path: Path) -> None:
     run(pool2, ranks.train_and_save, str(path), config=TWO_STAGES)
     assert run(pool2, ranks.resume_counting_reads, str(path), config=TWO_STAGES) == [

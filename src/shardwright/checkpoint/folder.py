@@ -14,11 +14,12 @@ def partial_checkpoints(root: Place) -> list[retention.Kept]:
     is left out.
 
     The time of a checkpoint is that of its manifest, because files put in later by others change the
-    folder's.
+    folder's. One that a save is replacing counts by its own name (`existing`).
     """
     found = []
-    for name in sorted(path.name for path in root.iterdir()):
-        folder = root / name
+    names = {path.name for path in root.iterdir()}
+    for name in sorted({name.removesuffix(layout.PREVIOUS_SUFFIX) for name in names}):
+        folder = existing(root, name)
         if not name.endswith(layout.PARTIAL_SUFFIX) or not folder.is_dir():
             continue
         mark = folder / layout.MANIFEST

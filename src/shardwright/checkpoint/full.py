@@ -357,17 +357,28 @@ def _tag(root: Place, tag: str | int | None) -> str:
 
 def tags(root: Place) -> list[str]:
     """The full checkpoints of a folder that have a manifest."""
-    return sorted(p.name[len("manifest_") : -len(".json")] for p in root.glob("manifest_*.json"))
+    names = {path.name.removesuffix(layout.PREVIOUS_SUFFIX) for path in root.glob("manifest_*.json*")}
+    return sorted(name[len("manifest_") : -len(".json")] for name in names if name.endswith(".json"))
 
 
-def inspect(root: Place, tag: str, *, checksums: bool) -> tuple[Manifest | None, list[integrity.Problem]]:
-    """What is wrong with a full checkpoint. Returns: its manifest, None if that is unusable, and the problems."""
+def inspect(
+    root: Place, tag: str, *, checksums: bool
+) -> tuple[Manifest | None, list[integrity.Problem], dict[str, Place]]:
+    """What is wrong with a full checkpoint.
+
+    Returns: its manifest, None if that is unusable; the problems; files that have their second name, for a save of the tag
+        was interrupted.
+    """
     mark = root / _manifest_file(tag)
+    whole = _whole_set(root, tag, checksums=checksums)
+    if whole is not None:
+        manifest, paths = whole
+        return manifest, [], {name: paths[name] for name in manifest.files if paths[name].name != name}
     try:
         manifest = Manifest.from_bytes(mark.read_bytes(), where=str(mark))
     except (OSError, CheckpointError) as error:
-        return None, [integrity.Problem("manifest", mark.name, str(error))]
-    return manifest, integrity.check_files(root, manifest, manifest.files, checksums=checksums)
+        return None, [integrity.Problem("manifest", mark.name, str(error))], {}
+    return manifest, integrity.check_files(root, manifest, manifest.files, checksums=checksums), {}
 
 
 def _remedy(root: Place) -> str:
@@ -418,11 +429,11 @@ def _whole_set(root: Place, tag: str, *, checksums: bool) -> tuple[Manifest, dic
 
 
 def _matching(root: Place, name: str, record: FileRecord, checksums: bool) -> Place | None:
-    for candidate in _with_previous(name):
-        path = root / candidate
+    candidates = [path for path in (root / candidate for candidate in _with_previous(name)) if path.is_file()]
+    for path in candidates:
         with suppress(OSError):
             if path.stat().st_size == record.size_bytes and (
-                not checksums or integrity.file_digest(path) == record.digest
+                not (checksums or len(candidates) > 1) or integrity.file_digest(path) == record.digest
             ):
                 return path
     return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class Checkpoint:
     """One checkpoint of a folder.
 
     name: of the folder or file.   manifest: None if it is unusable.   problems: what can be seen without reading it.
+    elsewhere: files that have another name while a save replaces them.
     """
 
     root: Place
@@ -28,6 +29,7 @@ class Checkpoint:
     manifest: Manifest | None
     problems: tuple[integrity.Problem, ...]
     is_newest: bool
+    elsewhere: Mapping[str, Place] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -41,8 +43,12 @@ class Checkpoint:
     @property
     def place(self) -> Place:
         """The folder of its files."""
-        folder = self.root / self.name if self.kind == "partial" else self.root
-        return folder if self.manifest is None else integrity.data_place(folder, self.manifest)
+        place = folder.existing(self.root, self.name) if self.kind == "partial" else self.root
+        return place if self.manifest is None else integrity.data_place(place, self.manifest)
+
+    def reader(self, *, trust: bool) -> Reader:
+        """Its files."""
+        return Reader(self.place, trust=trust, elsewhere=self.elsewhere)
 
 
 def checkpoints(root: Place) -> list[Checkpoint]:
@@ -57,11 +63,11 @@ def checkpoints(root: Place) -> list[Checkpoint]:
         newest = (root / layout.NEWEST).read_text(errors="replace").strip()
     found = []
     for kept in folder.partial_checkpoints(root):
-        manifest, problems = integrity.inspect(root / kept.folder)
+        manifest, problems = integrity.inspect(folder.existing(root, kept.folder))
         found.append(Checkpoint(root, kept.folder, "partial", manifest, tuple(problems), kept.folder == newest))
     for tag in full.tags(root):
-        manifest, problems = full.inspect(root, tag, checksums=False)
-        found.append(Checkpoint(root, tag, "full", manifest, tuple(problems), tag == newest))
+        manifest, problems, elsewhere = full.inspect(root, tag, checksums=False)
+        found.append(Checkpoint(root, tag, "full", manifest, tuple(problems), tag == newest, elsewhere))
     return sorted(found, key=lambda c: (c.manifest.saved_at_s if c.manifest else 0, c.name))
 
 
@@ -82,7 +88,7 @@ def find(root: Place, tag: str | None) -> Checkpoint:
 def verify(checkpoint: Checkpoint) -> list[integrity.Problem]:
     """Read all files and compare them with the manifest. Returns what is wrong, "extra" files included."""
     if checkpoint.kind == "partial":
-        return integrity.verify(checkpoint.root / checkpoint.name)
+        return integrity.verify(folder.existing(checkpoint.root, checkpoint.name))
     return full.inspect(checkpoint.root, checkpoint.name, checksums=True)[1]
 
 
@@ -103,7 +109,7 @@ def whole_tensors(
 
     trust: read files that could run code.   wanted: which of them.
     """
-    reader = Reader(checkpoint.place, trust=trust)
+    reader = checkpoint.reader(trust=trust)
     for entry in usable_manifest(checkpoint).entries:
         if entry.dtype != OBJECT and wanted(entry):
             yield entry, _whole(reader, entry)
@@ -131,7 +137,7 @@ def differences(one: Checkpoint, other: Checkpoint, *, trust: bool = False) -> I
         yield Difference(name, f"only in {one.name}")
     for name in sorted(tables[1].keys() - tables[0].keys()):
         yield Difference(name, f"only in {other.name}")
-    readers = Reader(one.place, trust=trust), Reader(other.place, trust=trust)
+    readers = one.reader(trust=trust), other.reader(trust=trust)
     for name, entry in tables[0].items():
         counterpart = tables[1].get(name)
         if counterpart is None:

@@ -17,8 +17,8 @@ from shardwright.checkpoint import (
     full,
     integrity,
     layout,
-    random_state,
     reshard,
+    resumed_streams,
     safe_loading,
     state,
     storage,
@@ -38,6 +38,7 @@ from shardwright.topology.context import world
 
 _log = get_logger(__name__)
 _CALL = "resume_from_checkpoint"
+_RANDOM = "random state"
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class _Request:
 class _Files:
     """The files that this rank reads; None where the checkpoint has none, or none is asked for.
 
-    moved: the checkpoint has another layout, and state is read from whichever files have it.   checked: then, the state
-        files that this rank makes sure of.
+    rng: whose random state.   moved: the checkpoint has another layout, and state is read from whichever files have it.
+    checked: then, the state files that this rank makes sure of.
     check_while_loading: state files are not checked before: it is loaded at once, and each part is checked when it is read.
     """
 
@@ -65,7 +66,7 @@ class _Files:
     optimizer: str | None = None
     fp16_states: str | None = None
     user_content: str | None = None
-    rng: str | None = None
+    rng: resumed_streams.Source | None = None
     moved: bool = False
     checked: tuple[str, ...] = ()
     check_while_loading: bool = False
@@ -77,8 +78,8 @@ class _Files:
 
     def others(self, *, strict: bool) -> set[str]:
         """User content, and what else must be whole."""
-        names = {self.user_content, self.rng if strict else None}
-        return {name for name in names if name is not None}
+        content = {self.user_content} if self.user_content is not None else set()
+        return content | {*(self.rng.files() if strict and self.rng is not None else ())}
 
     def required(self, *, strict: bool) -> set[str]:
         """The ones that must be whole."""
@@ -110,10 +111,10 @@ def resume_from_checkpoint(
     translate_function: for full checkpoints, see `full.resume`.
     load_sharded_optimizer_state: for sharded data parallelism, without effect here.
     trust: load files that could run code.
-    With the same layout the saved partition is taken over and the random state restored at once, if the checkpoint has any:
-    one that was converted to this layout has none. With another one the
-    partition is taken over if the pipeline degree is the same, ranks keep their present random state, and every rank
-    reads what it holds now out of whichever files have it, see `reshard`.
+    Random state is restored at once: each rank's own, or that of the same place in another layout (`resumed_streams`); a
+    checkpoint that was made without a job has none. With the same layout the saved partition is taken over. With another one
+    it is if the pipeline degree is the same, and every rank reads what it holds now out of whichever files have it, see
+    `reshard`.
     Tensors are loaded when the model is partitioned: now with one stage, else during the first step.
     Returns: the user content, {} if there is none.
     Raises: the same error on every rank. CheckpointNotFoundError (a FileNotFoundError) naming folder, tag and
@@ -183,7 +184,7 @@ def _load_chosen(
     if record is not None and chosen.manifest.layout.pp == world().table.degrees.pp:
         run_everywhere(_CALL, lambda: request.model.restore_partition(record))
     content = loaded.pop(files.user_content, None) if files.user_content else None
-    random = loaded.pop(files.rng, None) if files.rng else None
+    random = loaded.pop(_RANDOM, None)
     check = files.check_while_loading
     reader = Placing(chosen.files, chosen.manifest.files, trust=request.trust, check=check)
     damage: list[str] = []
@@ -247,13 +248,10 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
         optimizer=own("optimizer") if request.optimizer is not None else None,
         fp16_states=own("fp16_states") if request.optimizer is not None and manifest.has("fp16_states") else None,
         user_content=layout.USER_CONTENT if layout.USER_CONTENT in manifest.files else None,
-        rng=layout.rng_file(here.rank) if manifest.has("rng") else None,
+        rng=_random_source(chosen),
         check_while_loading=_checks_while_loading(chosen, request),
     )
-    if unlisted := files.required(strict=request.strict) - manifest.files.keys():
-        raise CheckpointError(
-            f"the manifest of {chosen.folder.name!r} lists no {', '.join(sorted(unlisted))}"
-        )
+    _check_listed(chosen, files, request)
     return files
 
 
@@ -267,12 +265,20 @@ def _files_to_check(chosen: Choice, request: _Request) -> _Files:
     here = world()
     names = list(reshard.files_of(chosen, with_optimizer=request.optimizer is not None))
     user_content = layout.USER_CONTENT if layout.USER_CONTENT in chosen.manifest.files else None
-    return _Files(
+    files = _Files(
         user_content=user_content,
+        rng=_random_source(chosen),
         checked=tuple(names[here.rank :: here.size]),
         moved=True,
         check_while_loading=_checks_while_loading(chosen, request),
     )
+    _check_listed(chosen, files, request)
+    return files
+
+
+def _check_listed(chosen: Choice, files: _Files, request: _Request) -> None:
+    if unlisted := files.required(strict=request.strict) - chosen.manifest.files.keys():
+        raise CheckpointError(f"the manifest of {chosen.folder.name!r} lists no {', '.join(sorted(unlisted))}")
 
 
 def _checks_while_loading(chosen: Choice, request: _Request) -> bool:
@@ -280,6 +286,11 @@ def _checks_while_loading(chosen: Choice, request: _Request) -> bool:
     names = reshard.files_of(chosen, with_optimizer=request.optimizer is not None)
     whole = all(is_checkable(chosen.files / name, chosen.manifest.files[name]) for name in names)
     return request.model.partitioned and whole and not integrity.checksums_skipped()
+
+
+def _random_source(chosen: Choice) -> resumed_streams.Source | None:
+    """Whose random state this rank takes; None from a checkpoint that has none."""
+    return resumed_streams.source(chosen.manifest.layout, world().coordinates) if chosen.manifest.has("rng") else None
 
 
 def _check_roles(chosen: Choice, request: _Request) -> None:
@@ -331,8 +342,7 @@ def _check_names(chosen: Choice, request: _Request) -> None:
 def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
     """Read this rank's small files.
 
-    Returns: content by file name; under the rng file's name what `random_state.unpack` returns, if it could
-        be read.
+    Returns: content by file name; under `_RANDOM` the random state of this rank, if it could be read.
     """
     loaded = {}
     if (name := files.user_content) is not None:
@@ -340,27 +350,12 @@ def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
     if files.rng is None:
         return loaded
     try:
-        loaded[files.rng] = _read_random_state(chosen, files.rng, trust=request.trust)
+        loaded[_RANDOM] = resumed_streams.read(chosen, files.rng, trust=request.trust)
     except CheckpointError as error:
         if request.strict:
             raise
         _log.warning("%s: random state not restored: %s", _CALL, error.what)
     return loaded
-
-
-def _read_random_state(chosen: Choice, name: str, *, trust: bool) -> tuple[rng.RngState, dict[str, int]]:
-    """Read the random state of this rank, whole or with an error."""
-    if name not in chosen.manifest.files:
-        raise CheckpointError(f"the manifest of {chosen.folder.name!r} lists no {name}")
-    problems = integrity.check_files(chosen.folder, chosen.manifest, [name], checksums=True)
-    if problems:
-        raise CheckpointError(choice.shortened(list(map(str, problems))), where=str(chosen.folder))
-    try:
-        return random_state.unpack(safe_loading.read_file(chosen.files / name, trust=trust))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{name} doesn't hold a random state: {error!r}", where=str(chosen.folder)
-        ) from error
 
 
 def _load_tensors(chosen: Choice, files: _Files, reader: Placing, request: _Request) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,10 +17,14 @@ from shardwright.errors import CheckpointError
 
 
 class Reader:
-    """The files of one checkpoint, each opened and mapped when something of it is first read."""
+    """The files of one checkpoint, each opened and mapped when something of it is first read.
 
-    def __init__(self, folder: Place, *, trust: bool) -> None:
+    elsewhere: those that don't lie in the folder under their own names.
+    """
+
+    def __init__(self, folder: Place, *, trust: bool, elsewhere: Mapping[str, Place] | None = None) -> None:
         self._folder = folder
+        self._elsewhere = elsewhere or {}
         self._trust = trust
         self._open: dict[str, Any] = {}
 
@@ -36,7 +40,7 @@ class Reader:
             ) from error
 
     def _content(self, file: str) -> Any:
-        return safe_loading.read_file(self._folder / file, trust=self._trust)
+        return safe_loading.read_file(self._elsewhere.get(file, self._folder / file), trust=self._trust)
 
     def at(self, part: Slice) -> Any:
         """What a slice of the manifest names."""

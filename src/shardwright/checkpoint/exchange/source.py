@@ -12,7 +12,6 @@ from torch import Tensor
 from shardwright.checkpoint import plan, state
 from shardwright.checkpoint.inspection import Checkpoint, usable_manifest
 from shardwright.checkpoint.manifest import OBJECT, Entry, Manifest
-from shardwright.checkpoint.reader import Reader
 from shardwright.errors import CheckpointError
 
 SCALER_IS_NOT = ("state", "param_groups", state.PARAM_NAMES, state.SPANS, state.MASTER, state.PARTIAL_MARK)
@@ -28,7 +27,7 @@ class Source:
     def __init__(self, checkpoint: Checkpoint, *, trust: bool) -> None:
         self.checkpoint = checkpoint
         self.trust = trust
-        self.reader = Reader(checkpoint.place, trust=trust)
+        self.reader = checkpoint.reader(trust=trust)
         self.manifest = usable_manifest(checkpoint)
         if checkpoint.kind == "full" and (file := self.manifest.role_of("optimizer")) is not None:
             self.manifest = _with_optimizer(self.manifest, file, self.reader.value(file, ()))

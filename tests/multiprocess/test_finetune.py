@@ -1,0 +1,58 @@
+"""Fine-tuning a real pretrained encoder on four processes is fine-tuning it on one, by every route to its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "finetune_encoder.py"
+FOUR = ["-m", "shardwright.cli.main", "run", "--pp", "2", "--tp", "2", "--ddp"]
+
+
+def finetuned(folder: Path, launcher: list[str], *options: str) -> dict[str, Any]:
+    """The losses and predictions of a run of the example."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), "--result", "result.json", *options],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+def check_alike(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert found["predictions"] == alone["predictions"]
+    assert found["accuracy"] == alone["accuracy"]
+
+
+def test_a_few_steps(tmp_path: Path) -> None:
+    options = ["--steps", "3", "--test", "30"]
+    alone = finetuned(tmp_path / "alone", [], *options)
+    check_alike(finetuned(tmp_path / "four", FOUR, *options, "--route", "folder", "--export", "out"), alone)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+def test_it_learns_the_same_by_every_route(tmp_path: Path) -> None:
+    alone = finetuned(tmp_path / "alone", [], "--export", "out")
+    assert alone["accuracy"] > 0.6
+    assert alone["majority"] < 0.3
+    assert alone["exported_predictions"] == alone["predictions"]
+    for route in ("build", "file", "folder"):
+        found = finetuned(tmp_path / route, FOUR, "--route", route, "--export", "out")
+        check_alike(found, alone)
+        assert found["exported_predictions"] == found["predictions"]

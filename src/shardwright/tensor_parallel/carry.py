@@ -54,8 +54,8 @@ class Weights:
 
     def _reason_for_fresh(self) -> str:
         tensors = list(self._module.parameters())
-        # The storage says it; with delayed initialisation the tensor says "cpu".
-        if any(tensor.untyped_storage().device.type == "meta" for tensor in tensors):
+        # With delayed initialisation a tensor says "cpu": what is done to it is noted, and done where it is kept.
+        if any(tensor.device.type == "meta" for tensor in tensors):
             return "the original's are on the meta device"
         if self._mark.blank and not _was_loaded(self._module):
             return "the script switched off the original's initialisation"
@@ -113,16 +113,17 @@ def _misfit(made: nn.Module, state: Mapping[str, Tensor]) -> str:
 
 
 def _level(state: Mapping[str, Tensor]) -> None:
-    """Make the weights equal on all tp ranks: those of tp rank 0, if they aren't equal already.
+    """Make the weights equal on all tp ranks: those of tp rank 0, if they aren't equal already. Delayed ones are.
 
     Called by: every rank of a tp group, with the same names in the same order.
     """
     if tp_size() == 1 or not state:
         return
-    hashes = torch.tensor([_hash(tensor) for tensor in state.values()], dtype=torch.int64)
+    present = [tensor for tensor in state.values() if tensor.untyped_storage().device.type != "meta"]
+    hashes = torch.tensor([_hash(tensor) for tensor in present], dtype=torch.int64)
     everyone = torch.stack(list(collectives.all_gather(hashes, "tp")))
     differs = (everyone != everyone[0]).any(dim=0).tolist()
-    for tensor, different in zip(state.values(), differs, strict=True):
+    for tensor, different in zip(present, differs, strict=True):
         if different:
             value = tensor.contiguous()
             collectives.broadcast_tensor(value, "tp")

@@ -37,13 +37,14 @@ def peak_of(step: Callable[[], object], *, warm_up: int = 2, steps: int = 2) -> 
     """Most bytes of tensors during a few steps, after a few others."""
     for _ in range(warm_up):
         step()
-    rest = _status("VmRSS") - tensor_bytes()
+    rest = status("VmRSS") - tensor_bytes()
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(steps):
         step()
-    return _status("VmHWM") - rest
+    return status("VmHWM") - rest
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
+    """A size of this process in /proc, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

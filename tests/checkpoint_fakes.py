@@ -87,6 +87,9 @@ class FakeModel:
             return None
         return {"stage_of": {f"blocks.{i}": i * self.stages // BLOCKS for i in range(BLOCKS)}, "how": "fake"}
 
+    def origin_record(self) -> None:
+        return None
+
     def structure_record(self) -> None:
         return None
 
@@ -145,6 +148,9 @@ class FakeOptimizer:
 
     def group_names(self) -> list[list[str]]:
         return self.names
+
+    def parameter_table(self) -> list[TensorRow]:
+        return self.model.parameter_table()
 
     def local_state_dict(self, *, gather_if_shard: bool = True) -> dict[str, Any]:
         return {**self.inner.state_dict(), PARTIAL_MARK: True}

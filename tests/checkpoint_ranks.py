@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from checkpoint_fakes import FakeModel, FakeOptimizer, fingerprint
-from shardwright.checkpoint import integrity, load, save
+from shardwright.checkpoint import background, integrity, load, save
 from shardwright.checkpoint.load import resume_from_checkpoint
 from shardwright.checkpoint.save import save_checkpoint
 from shardwright.checkpoint.storage import local, steps
@@ -55,6 +55,7 @@ def train_and_save(
     content = saving.pop("user_content", {"epoch": 3, "rank": world().rank})
     save_checkpoint(path, tag, model=model, optimizer=optimizer, user_content=content, **saving)
     optimizer.train(more)
+    background.finish()
     return fingerprint(model, optimizer)
 
 

@@ -8,6 +8,7 @@ waits for all notes and then publishes, as a save that blocks does. What fails i
 
 from __future__ import annotations
 
+import functools
 import pickle
 import threading
 import time
@@ -81,8 +82,11 @@ class _Pending:
             self._failure = error
             _log.error("%s in the background failed: %s", self.call, error)
 
-    def result(self) -> None:
+    def join(self) -> None:
         self._thread.join()
+
+    def result(self) -> None:
+        self.join()
         if self._failure is not None:
             raise self._failure
 
@@ -94,7 +98,16 @@ _pending: _Pending | None = None
 def start(call: str, work: Callable[[], object]) -> None:
     """Run this rank's part of a save. Called by: every rank, when nothing is pending."""
     global _pending
+    _wait_at_exit()
     _pending = _Pending(call, work)
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """At the interpreter's end, wait before thread pools are closed: clients of object stores need them."""
+    register: Callable[[Callable[[], None]], None] | None = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(lambda: None if _pending is None else _pending.join())
 
 
 def finish() -> None:

@@ -214,13 +214,15 @@ def _prepare(root: Place, tag: str) -> str:
     if (root / tag).is_dir():
         raise CheckpointError(f"{root / tag} is a folder, so no full checkpoint can have that name")
     store.clean_leftovers(root, unique=save_id)
-    whole = _whole_set(root, tag, checksums=True)
+    names = (tag, _user_content_file(tag), _optimizer_file(tag), _manifest_file(tag))
+    left = [path for name in names if (path := root / (name + layout.PREVIOUS_SUFFIX)).exists()]
+    whole = _whole_set(root, tag, checksums=True) if left else None
     if whole is not None:
         for name, path in whole[1].items():
             if path.name != name:
                 store.move(path, root / name)
-    for name in (tag, _user_content_file(tag), _optimizer_file(tag), _manifest_file(tag)):
-        (root / (name + layout.PREVIOUS_SUFFIX)).unlink(missing_ok=True)
+    for path in left:
+        path.unlink(missing_ok=True)
     return save_id
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import host_memory
-from shardwright.checkpoint.manifest import FileRecord
+from shardwright.checkpoint.manifest import FileRecord, KeyPath
 from shardwright.checkpoint.plan import Copy
 from shardwright.checkpoint.reader import Reader, ends_of
 from shardwright.checkpoint.torch_file import TorchFile, Transfer, is_checkable
@@ -35,6 +35,10 @@ class Placing(Reader):
         check = self._check and is_checkable(path, record)
         self._files[file] = TorchFile(path, record, trust=self._trust, check=check)
         return self._files[file].content
+
+    def value(self, file: str, key: KeyPath) -> Any:
+        """What lies under a key of a file; of tensors only what is `placed` gets its content."""
+        return self.outline(file, key)
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, live: Any) -> Tensor:
         """Memory for a value: that of the live one if it is a tensor of the same kind, else new."""

@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import re
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ from types import ModuleType
 from typing import Any
 
 from shardwright.checkpoint import layout, safe_loading, storage
+from shardwright.checkpoint.storage import Place, RemotePath
+from shardwright.checkpoint.storage.attempts import StorageError
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 from shardwright.log import get_logger
 from shardwright.topology.context import World, world
@@ -68,8 +71,8 @@ def save(
 
     Called by: with `partial`, one rank of each (pp, tp) place, or with `v3` every rank; without, the one rank that has
         the object. Collectives: none.
-    f: where to; folders are made.   partial: the file is `f_{pp_rank}_{tp_rank}`, and without tensor parallelism there is
-    a link `f_{mp_rank}` to it.   v3: `f_{pp_rank}_{tp_rank}_{rdp_rank}`; with partial=False only world rank 0 writes.
+    f: where to, a path or a URL; folders are made.   partial: the file is `f_{pp_rank}_{tp_rank}`, and without tensor
+    parallelism there is a link `f_{mp_rank}` to it (at a URL only `f_{mp_rank}`).   v3: `f_{pp_rank}_{tp_rank}_{rdp_rank}`; with partial=False only world rank 0 writes.
     pickle_module, pickle_protocol: accepted; files are written in the form that safe loading reads.
     trust: also accept what `smp.load` refuses by default.
     Raises: TypeError if f is no string; CheckpointError naming the type that could not be loaded again, or the reason
@@ -79,14 +82,19 @@ def save(
     here = world()
     if not partial:
         if here.rank == 0 or not v3:
-            _write(Path(f), obj, here, safe_loading.trusted(trust))
+            _write(storage.place(f), obj, here, safe_loading.trusted(trust))
         return
     at = here.coordinates
     name = f"{f}_{at.pp}_{at.tp}_{at.rdp}" if v3 else f"{f}_{at.pp}_{at.tp}"
-    _remove_dangling_links(Path(f))
-    _write(Path(name), obj, here, safe_loading.trusted(trust))
-    if not v3 and here.table.degrees.tp == 1:
-        _link(Path(f"{f}_{at.mp}"), Path(name))
+    by_mp_rank = not v3 and here.table.degrees.tp == 1
+    path = storage.place(name)
+    if isinstance(path, RemotePath):  # where there are no links
+        _write(storage.place(f"{f}_{at.mp}") if by_mp_rank else path, obj, here, safe_loading.trusted(trust))
+        return
+    _remove_dangling_links(storage.place(f))
+    _write(path, obj, here, safe_loading.trusted(trust))
+    if by_mp_rank:
+        _link(Path(storage.absolute(f"{f}_{at.mp}")), path)
 
 
 def load(
@@ -112,11 +120,11 @@ def load(
     _check_name(f, "load")
     here = world()
     trusted = safe_loading.trusted(trust)
-    path = _candidate(f, here, back_compat=back_compat) if partial else Path(f)
+    path = _candidate(f, here, back_compat=back_compat) if partial else storage.place(f)
     if not path.is_file():
         raise CheckpointNotFoundError(f"no file {path}", remedy="check the name, or partial=True for files of ranks")
     if partial:
-        _check_set(Path(f), path, here)
+        _check_set(storage.place(f), path, here)
     return safe_loading.read_file(path, trust=trusted, map_location=map_location)
 
 
@@ -128,22 +136,25 @@ def _check_name(f: object, call: str) -> None:
 # ------------------------------------------------------------------ writing
 
 
-def _write(path: Path, obj: Any, here: World, trust: bool) -> None:
-    count_of = here.job_id, os.path.abspath(path)
+def _write(path: Place, obj: Any, here: World, trust: bool) -> None:
+    count_of = here.job_id, storage.absolute(str(path))
     _saves[count_of] += 1
     degrees = here.table.degrees
     stamp = _Stamp(here.job_id, _saves[count_of], degrees.pp, degrees.tp, degrees.rdp)
     unique = f"{here.rank}-{os.getpid()}"
-    temporary = path.parent / f"{layout.WORK_PREFIX}{path.name}-{unique}"
+    # The stamp is put into a file that is there already, so a file for a URL is made here first.
+    beside = path.parent if isinstance(path, Path) else Path(tempfile.gettempdir())
+    temporary = beside / f"{layout.WORK_PREFIX}{path.name}-{unique}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
         safe_loading.write_file(temporary, obj, trust=trust, name=path.name)
         _put_stamp(temporary, stamp)
-        os.replace(temporary, path)
-        storage.of(path).sync_folder(path.parent)
+        storage.of(path).upload(temporary, path)
     except OSError as error:
-        raise CheckpointError(f"{path} can't be written: {error.strerror or error}", where=here.describe()) from error
+        remedy = error.remedy if isinstance(error, StorageError) else None
+        what = f"{path} can't be written: {error.strerror or error}"
+        raise CheckpointError(what, where=here.describe(), remedy=remedy) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -170,7 +181,7 @@ def _link(link: Path, target: Path) -> None:
         os.replace(temporary, link)
 
 
-def _remove_dangling_links(f: Path) -> None:
+def _remove_dangling_links(f: Place) -> None:
     for path, _ in _files_of(f):
         if path.is_symlink() and not path.exists():
             path.unlink(missing_ok=True)
@@ -179,30 +190,31 @@ def _remove_dangling_links(f: Path) -> None:
 # ------------------------------------------------------------------ reading
 
 
-def _candidate(f: str, here: World, *, back_compat: bool) -> Path:
+def _candidate(f: str, here: World, *, back_compat: bool) -> Place:
     at = here.coordinates
     names = [f"{f}_{at.pp}_{at.tp}_{at.rdp}", f"{f}_{at.pp}_{at.tp}", f"{f}_{at.mp}"]
-    found = [Path(name) for name in names[1 if back_compat else 0 :] if os.path.isfile(name)]
-    if not found:
-        others = ", ".join(path.name for path, _ in _files_of(Path(f))) or "none"
+    places = (storage.place(name) for name in names[1 if back_compat else 0 :])
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        others = ", ".join(path.name for path, _ in _files_of(storage.place(f))) or "none"
         raise CheckpointNotFoundError(
             f"no file of '{f}' for this rank ({here.describe()}); files of that name: {others}",
             remedy="load with the degrees it was saved with, or with partial=False the whole file",
         )
-    return found[0]
+    return found
 
 
-def _files_of(f: Path) -> Iterator[tuple[Path, tuple[int, ...]]]:
+def _files_of(f: Place) -> Iterator[tuple[Place, tuple[int, ...]]]:
     """The files of ranks under a name, with the numbers in theirs."""
     pattern = re.compile(re.escape(f.name) + r"((?:_\d+){1,3})")
     if not f.parent.is_dir():
         return
-    for name in sorted(os.listdir(f.parent)):
+    for name in sorted(path.name for path in f.parent.iterdir()):
         if match := pattern.fullmatch(name):
             yield f.parent / name, tuple(map(int, match[1].split("_")[1:]))
 
 
-def _check_set(f: Path, own: Path, here: World) -> None:
+def _check_set(f: Place, own: Place, here: World) -> None:
     """Refuse a set of another layout, or of several saves. Files of other libraries have no stamp and pass."""
     stamp = _stamp_of(own)
     if stamp is None:
@@ -229,11 +241,13 @@ def _check_set(f: Path, own: Path, here: World) -> None:
             )
 
 
-def _stamp_of(path: Path) -> _Stamp | None:
+def _stamp_of(path: Place) -> _Stamp | None:
     """The stamp of a file; None for a file of another library, or one that is no torch file."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with storage.of(path).open(path) as file, zipfile.ZipFile(file) as archive:
             folder = archive.namelist()[0].split("/", 1)[0]
             return _Stamp(**json.loads(archive.read(f"{folder}/{_STAMP}")))
+    except StorageError:
+        raise
     except (OSError, zipfile.BadZipFile, KeyError, IndexError, TypeError, ValueError):
         return None

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import safe_loading
+from shardwright.checkpoint import range_reads, safe_loading
 from shardwright.checkpoint.manifest import KeyPath, Slice
 from shardwright.checkpoint.plan import Box, Copy, Stored
-from shardwright.checkpoint.storage import Place
+from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.errors import CheckpointError
 
 
 class Reader:
-    """The files of one checkpoint, each opened and mapped when something of it is first read.
+    """The files of one checkpoint, each opened when something of it is first read: mapped, or in an object store read
+    only as far as it is asked for.
 
     elsewhere: those that don't lie in the folder under their own names.
     """
@@ -29,7 +30,13 @@ class Reader:
         self._open: dict[str, Any] = {}
 
     def value(self, file: str, key: KeyPath) -> Any:
-        """What lies under a key of a file; tensors are mapped, not read."""
+        """What lies under a key of a file; tensors are mapped where the file is local."""
+        found = self.outline(file, key)
+        place = self._place(file)
+        return range_reads.fetched(place, found) if isinstance(place, RemotePath) else found
+
+    def outline(self, file: str, key: KeyPath) -> Any:
+        """The same, to look at shapes and keys: tensors need not have their content."""
         if file not in self._open:
             self._open[file] = self._content(file)
         try:
@@ -40,7 +47,10 @@ class Reader:
             ) from error
 
     def _content(self, file: str) -> Any:
-        return safe_loading.read_file(self._elsewhere.get(file, self._folder / file), trust=self._trust)
+        return safe_loading.read_lazily(self._place(file), trust=self._trust)
+
+    def _place(self, file: str) -> Place:
+        return self._elsewhere.get(file, self._folder / file)
 
     def at(self, part: Slice) -> Any:
         """What a slice of the manifest names."""
@@ -49,12 +59,14 @@ class Reader:
     def fill(self, target: Tensor, offset: Sequence[int], copies: Iterable[Copy]) -> None:
         """Read boxes into a tensor whose first element is at `offset` of the whole one; its dtype stays."""
         for copy in copies:
-            fill(target, offset, copy, self.value(copy.source.file, copy.source.key))
+            file = copy.source.file
+            found, place = ends_of(target, offset, copy, self.outline(file, copy.source.key))
+            range_reads.copy(self._place(file), place, found)
 
 
 @torch.no_grad()
 def fill(target: Tensor, offset: Sequence[int], copy: Copy, content: Tensor) -> None:
-    """Copy one box. content: the stored tensor that the copy's source names."""
+    """Copy one box. content: the tensor that the copy's source names."""
     found, place = ends_of(target, offset, copy, content)
     place.copy_(found)
 

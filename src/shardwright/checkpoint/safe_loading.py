@@ -18,6 +18,7 @@ import datetime
 import decimal
 import fractions
 import functools
+import io
 import os
 import pathlib
 import pickle
@@ -26,6 +27,7 @@ import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -42,6 +44,7 @@ from shardwright.checkpoint import storage
 from shardwright.checkpoint.integrity import HashingWriter
 from shardwright.checkpoint.manifest import Blocks
 from shardwright.checkpoint.storage import Place, RemotePath
+from shardwright.checkpoint.storage.attempts import StorageError, attempt
 from shardwright.errors import CheckpointError
 
 _MIN_BLOCK_BYTES = 1 << 20
@@ -76,7 +79,12 @@ def write_file(path: Place, content: object, *, trust: bool, name: str = "", crc
     Raises: OSError if the disk refuses; CheckpointError naming the type if the content can't be pickled, or
         safe loading would refuse it.
     """
-    name = name or path.name
+    work = partial(_write_once, path, content, trust=trust, name=name or path.name, crc=crc)
+    # What is lost of an upload can't be sent again alone, so the file begins again.
+    return attempt("write", path, work) if isinstance(path, RemotePath) else work()
+
+
+def _write_once(path: Place, content: object, *, trust: bool, name: str, crc: bool) -> Written:
     writer = HashingWriter(path, block_bytes=_block_bytes(content))
     try:
         with nullcontext() if crc else _without_crc():
@@ -102,6 +110,8 @@ def read_file(path: Place, *, trust: bool, mmap: bool = True, map_location: Any 
             with path.open() as file:
                 return _load(file, trust=trust, mmap=False, map_location=map_location)
         return _load(path, trust=trust, mmap=mmap and zipfile.is_zipfile(path), map_location=map_location)
+    except StorageError:
+        raise
     except Exception as error:
         refused = [] if trust else _refused_types(path)
         if refused:
@@ -115,6 +125,22 @@ def read_file(path: Place, *, trust: bool, mmap: bool = True, map_location: Any 
             f"{path.name} can't be loaded{'' if trust else ' safely'}: {reason}",
             where=str(path),
         ) from error
+
+
+def read_lazily(path: Place, *, trust: bool) -> Any:
+    """Load a torch file without the content of its tensors, if it is in an object store and torch can: they lie on the
+    meta device then, see `range_reads`. Otherwise as `read_file`.
+    """
+    lazily = isinstance(path, RemotePath) and _torch_tells_offsets()
+    return read_file(path, trust=trust, map_location="meta" if lazily else "cpu")
+
+
+@functools.cache
+def _torch_tells_offsets() -> bool:
+    file = io.BytesIO()
+    torch.save(torch.zeros(1), file)
+    file.seek(0)
+    return hasattr(torch.load(file, map_location="meta", weights_only=True).untyped_storage(), "_checkpoint_offset")
 
 
 def _load(file: Path | IO[bytes], *, trust: bool, mmap: bool, map_location: Any) -> Any:
@@ -226,7 +252,7 @@ def check_readable(path: Place, *, trust: bool, name: str) -> None:
     if trust:
         return
     try:
-        read_file(path, trust=False)
+        read_lazily(path, trust=False)
     except CheckpointError as error:
         refused = _refused_types(path)
         what = (

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwright.checkpoint import safe_loading
+from shardwright.checkpoint import range_reads, safe_loading
 from shardwright.checkpoint.integrity import Damaged, Problem
 from shardwright.checkpoint.manifest import FileRecord
 
@@ -68,7 +68,7 @@ class TorchFile:
         records = self._records()
         if check:
             self._check_ends(records)
-        self.content = safe_loading.read_file(path, trust=trust)
+        self.content = safe_loading.read_lazily(path, trust=trust)
         self._base = _base(self.content, records, self._record.size_bytes)
 
     def _records(self) -> list[tuple[int, int, int]]:
@@ -118,7 +118,7 @@ class TorchFile:
                 self._read_into(piece.memory[start : start + _STEP_BYTES], piece.start + start)
         with torch.no_grad():
             for source, target, _ in rest:
-                target.copy_(source)
+                range_reads.copy(self._path, target, source)
 
     def _pieces(self, transfers: Sequence[Transfer]) -> tuple[list[_Piece], list[Transfer]]:
         """Those that can be read into place, in order, and the others."""

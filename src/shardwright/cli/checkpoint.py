@@ -7,17 +7,17 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwright.cli.places import place
 from shardwright.errors import UsageError
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.inspection import Checkpoint
 
-Root = Annotated[Path, typer.Argument(metavar="PATH", help="The folder that was passed to save_checkpoint.")]
+Root = Annotated[Any, typer.Argument(metavar="PATH", parser=place, help="The folder that was passed to save_checkpoint, or its URL.")]
 Tag = Annotated[str | None, typer.Argument(help="Which checkpoint; the one in 'newest' by default.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Read files that could run code.")]
@@ -132,8 +132,8 @@ def verify(
 
 
 def diff(
-    one: Annotated[Path, typer.Argument(help="PATH/TAG of a checkpoint.")],
-    other: Annotated[Path, typer.Argument(help="PATH/TAG of another one, of whatever layout.")],
+    one: Annotated[Any, typer.Argument(parser=place, help="PATH/TAG of a checkpoint.")],
+    other: Annotated[Any, typer.Argument(parser=place, help="PATH/TAG of another one, of whatever layout.")],
     tolerance: Annotated[float, typer.Option(min=0.0, help="Values may differ by so much.")] = 0.0,
     as_json: AsJson = False,
     trust: Trust = False,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwright.cli.places import place
 from shardwright.cli.sizes import format_size
 from shardwright.errors import UsageError
 
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.layout import Layout
     from shardwright.checkpoint.manifest import Manifest
     from shardwright.checkpoint.relayout.target import Target
+    from shardwright.checkpoint.storage import Place
 
 _BY_SUFFIX = {".safetensors": "safetensors"}
 _HUGGING_FACE = "hf"
 
 
 def export(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder that was passed to save_checkpoint.")],
+    path: Annotated[Any, typer.Argument(metavar="PATH", parser=place, help="The folder that was passed to save_checkpoint, or its URL.")],
     out: Annotated[Path, typer.Argument(help="A new file or folder.")],
     tag: Annotated[str | None, typer.Option(help="Which checkpoint; the one in 'newest' by default.")] = None,
     form: Annotated[
@@ -73,8 +75,8 @@ def export(
 
 
 def reshard(
-    source: Annotated[Path, typer.Argument(metavar="PATH/TAG", help="A checkpoint, partial or full.")],
-    out: Annotated[Path, typer.Argument(help="The folder for the new checkpoint; jobs resume from it.")],
+    source: Annotated[Any, typer.Argument(metavar="PATH/TAG", parser=place, help="A checkpoint, partial or full.")],
+    out: Annotated[Any, typer.Argument(parser=place, help="The folder or URL for the new checkpoint; jobs resume from it.")],
     pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages.", show_default="as saved")] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor parallel ranks.", show_default="as saved")] = None,
     rdp: Annotated[int | None, typer.Option("--rdp", min=1, help="Replicas.", show_default="as saved")] = None,
@@ -89,8 +91,8 @@ def reshard(
         str | None, typer.Option("--placement-strategy", help="As in the job.", show_default="as saved")
     ] = None,
     like: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH/TAG", help="A checkpoint of the same model in the wanted layout; in place of the options above."),
+        Any,
+        typer.Option(metavar="PATH/TAG", parser=place, help="A checkpoint of the same model in the wanted layout; in place of the options above."),
     ] = None,
     partition: Annotated[
         Path | None,
@@ -176,15 +178,15 @@ def _check_layout(layout: Layout) -> None:
     check_world(config, layout.world_size)
 
 
-def _tell(manifest: Manifest, place: Path, as_json: bool) -> None:
+def _tell(manifest: Manifest, written: Place, as_json: bool) -> None:
     """What was written."""
     from rich.console import Console
     from rich.table import Table
 
     if as_json:
         told = {
-            "name": place.name,
-            "out": str(place),
+            "name": written.name,
+            "out": str(written),
             "layout": manifest.layout.describe(),
             "bytes": sum(record.size_bytes for record in manifest.files.values()),
             "files": {name: record.size_bytes for name, record in manifest.files.items()},
@@ -196,7 +198,7 @@ def _tell(manifest: Manifest, place: Path, as_json: bool) -> None:
         table.add_row(name, str(record.writer), format_size(record.size_bytes))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(table)
-    console.print(f"{place} written, {manifest.layout.describe()}")
+    console.print(f"{written} written, {manifest.layout.describe()}")
 
 
 def check_new(out: Path) -> None:

@@ -41,6 +41,39 @@ ACCEPTED: dict[str, Any] = {
 }
 
 
+def scheduler_states() -> list[dict[str, Any]]:
+    """Of every scheduler of torch that takes no function, after some steps."""
+    kinds = torch.optim.lr_scheduler
+    found = []
+    for make in (
+        lambda o: kinds.StepLR(o, 2),
+        lambda o: kinds.MultiStepLR(o, [1, 3]),
+        lambda o: kinds.ConstantLR(o),
+        lambda o: kinds.LinearLR(o),
+        lambda o: kinds.ExponentialLR(o, 0.9),
+        lambda o: kinds.PolynomialLR(o),
+        lambda o: kinds.CosineAnnealingLR(o, 10),
+        lambda o: kinds.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: kinds.CyclicLR(o, 0.1, 1.0),
+        lambda o: kinds.OneCycleLR(o, 1.0, total_steps=10),
+        lambda o: kinds.ReduceLROnPlateau(o),
+        lambda o: kinds.SequentialLR(o, [kinds.ConstantLR(o), kinds.ExponentialLR(o, 0.9)], [2]),
+        lambda o: kinds.LambdaLR(o, lambda step: 0.9**step),
+    ):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.9)
+        scheduler = make(optimizer)
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step(*([0.5] if isinstance(scheduler, kinds.ReduceLROnPlateau) else []))
+        found.append(scheduler.state_dict())
+    return found
+
+
+ACCEPTED["schedulers"] = scheduler_states()
+ACCEPTED["numpy generator"] = np.random.default_rng(3).bit_generator.state
+ACCEPTED["python generator"] = random.Random(3).getstate()
+
+
 def round_trip(path: Path, value: Any) -> Any:
     safe_loading.write_file(path, value, trust=False)
     return safe_loading.read_file(path, trust=False)
@@ -48,6 +81,7 @@ def round_trip(path: Path, value: Any) -> Any:
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted_values_come_back_equal(name: str, tmp_path: Path) -> None:
+    """FF-35 b: what save accepts, load gives back."""
     value = ACCEPTED[name]
     back = round_trip(tmp_path / "f", value)
     assert type(back) is type(value)
@@ -55,6 +89,7 @@ def test_accepted_values_come_back_equal(name: str, tmp_path: Path) -> None:
 
 
 def test_numpy_arrays_and_random_state_come_back(tmp_path: Path) -> None:
+    """FF-35 b."""
     state = np.random.get_state()
     arrays = [np.arange(5), np.zeros((2, 3), "f4"), np.array(["a", "b"]), np.array([1, None], dtype=object)]
     back_state, back_arrays = round_trip(tmp_path / "f", (state, arrays))
@@ -87,6 +122,7 @@ class DictOfMine(dict):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("value", [Settings(), DictOfMine(a=1), torch.nn.Linear(1, 1), print])
 def test_other_types_are_refused_by_name_when_saved(value: Any, tmp_path: Path) -> None:
+    """FF-35 b: what could not be given back is refused at save time."""
     name = getattr(value, "__qualname__", type(value).__name__)
     with pytest.raises(CheckpointError, match=name) as caught:
         safe_loading.write_file(tmp_path / "user_content.pt", {"deep": [value]}, trust=False)
@@ -120,6 +156,7 @@ class MakesMarker:
 
 @pytest.mark.parametrize("form", ["torch", "pickle"])
 def test_a_hostile_file_runs_nothing_and_is_named(form: str, tmp_path: Path) -> None:
+    """FF-35 a."""
     marker, file = tmp_path / "marker", tmp_path / "model_0_0.pt"
     if form == "torch":
         torch.save({"w": MakesMarker(marker)}, file)

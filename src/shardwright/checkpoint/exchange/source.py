@@ -30,7 +30,7 @@ class Source:
         self.reader = checkpoint.reader(trust=trust)
         self.manifest = usable_manifest(checkpoint)
         if checkpoint.kind == "full" and (file := self.manifest.role_of("optimizer")) is not None:
-            self.manifest = _with_optimizer(self.manifest, file, self.reader.value(file, ()))
+            self.manifest = _with_optimizer(self.manifest, file, self.reader.outline(file, ()))
 
     @property
     def has_optimizer(self) -> bool:
@@ -71,8 +71,10 @@ class Source:
     def scaler(self) -> dict[str, Any]:
         """Plain values of the loss scaler; {} in full precision."""
         file = self.manifest.role_of("fp16_states") or (self.manifest.role_of("optimizer") if self.checkpoint.kind == "full" else None)
-        content = {} if file is None else self.reader.value(file, ())
-        return {key: value for key, value in content.items() if key not in SCALER_IS_NOT}
+        if file is None:
+            return {}
+        keys = (key for key in self.reader.outline(file, ()) if key not in SCALER_IS_NOT)
+        return {key: self.reader.value(file, (key,)) for key in keys}
 
     def user_content(self) -> Any:
         """What resume gives back."""

@@ -18,20 +18,26 @@ _T = TypeVar("_T")
 ATTEMPTS_ENV = "SHARDWRIGHT_STORAGE_ATTEMPTS"
 _DEFAULT_ATTEMPTS = 4
 _FIRST_WAIT_S = 0.5
+_PATIENCE_S = 60.0
+"""No attempt begins later than this: a store that never answers takes long to give up on."""
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _LASTING_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _PROGRAM = (TypeError, ValueError, KeyError, AttributeError, NotImplementedError, ImportError, MemoryError)
 
 
 class StorageError(OSError):
-    """A request to an object store that failed for good. remedy: what the user can do."""
+    """A request to an object store that failed.
 
-    def __init__(self, code: int, what: str, url: str, remedy: str) -> None:
+    remedy: what the user can do.   passing: the same may work later, and has not been tried often enough.
+    """
+
+    def __init__(self, code: int, what: str, url: str, remedy: str, passing: bool = False) -> None:
         super().__init__(code, what, url)
         self.remedy = remedy
+        self.passing = passing
 
     def __reduce__(self) -> tuple[type[StorageError], tuple[object, ...]]:
-        return StorageError, (self.errno, self.strerror, self.filename, self.remedy)
+        return StorageError, (self.errno, self.strerror, self.filename, self.remedy, self.passing)
 
 
 def num_attempts() -> int:
@@ -51,15 +57,16 @@ def attempt(operation: str, url: object, work: Callable[[], _T]) -> _T:
     Raises: FileNotFoundError and the like as they come; StorageError naming operation and URL for everything else.
     """
     last = num_attempts()
+    started = time.monotonic()
     for number in range(1, last + 1):
         try:
             return work()
         except Exception as error:
             if isinstance(error, _LASTING) and not isinstance(error, PermissionError):
                 raise
-            if isinstance(error, (*_PROGRAM, StorageError, CheckpointError)):
+            if isinstance(error, (*_PROGRAM, CheckpointError)):
                 raise
-            if number == last or not is_passing(error):
+            if number == last or not is_passing(error) or time.monotonic() - started > _PATIENCE_S:
                 raise failure(operation, url, error, number) from error
             wait_s = _FIRST_WAIT_S * 2 ** (number - 1) * random.uniform(0.75, 1.25)
             _log.warning(
@@ -71,6 +78,8 @@ def attempt(operation: str, url: object, work: Callable[[], _T]) -> _T:
 
 def is_passing(error: BaseException) -> bool:
     """May the same request work a little later?"""
+    if isinstance(error, StorageError):
+        return error.passing
     if isinstance(error, (*_LASTING, *_PROGRAM)) or "Credentials" in type(error).__name__:
         return False
     return getattr(error, "errno", None) not in _LASTING_CODES
@@ -78,11 +87,10 @@ def is_passing(error: BaseException) -> bool:
 
 def failure(operation: str, url: object, error: BaseException, number: int = 1) -> StorageError:
     """The error to raise for a request that failed for good."""
-    if isinstance(error, StorageError):
-        return error
-    code = getattr(error, "errno", None) or errno.EIO
+    cause = error.__cause__ if isinstance(error, StorageError) and error.__cause__ is not None else error
+    code = getattr(cause, "errno", None) or errno.EIO
     tried = f" after {number} attempts" if number > 1 else ""
-    return StorageError(code, f"could not {operation} it{tried}: {said(error)}", str(url), _remedy(error, code))
+    return StorageError(code, f"could not {operation} it{tried}: {said(cause)}", str(url), _remedy(cause, code))
 
 
 def said(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 from shardwright.checkpoint import layout
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.storage import steps
-from shardwright.checkpoint.storage.attempts import attempt, failure
+from shardwright.checkpoint.storage.attempts import attempt, failure, is_passing
 from shardwright.checkpoint.storage.base import Storage
 from shardwright.checkpoint.storage.remote_path import RemotePath
 from shardwright.errors import CheckpointError
@@ -46,6 +46,7 @@ class _Upload:
         steps.reached("create", path)
         open_file = partial(path.fs.open, path.key, "wb", block_size=PART_BYTES)
         self._file: Any = attempt("write", path, open_file)
+        self._is_whole = False
 
     def write(self, data: bytes | memoryview) -> int:
         """Raises: StorageError. A part that the store's client could not send is not tried again here: see
@@ -60,8 +61,11 @@ class _Upload:
     def finish(self) -> None:
         steps.reached("finish", self._path)
         self._do(self._file.close)
+        self._is_whole = True
 
     def abandon(self) -> None:
+        if self._is_whole:
+            return
         with suppress(Exception):
             self._file.discard()
         with suppress(Exception):
@@ -71,7 +75,9 @@ class _Upload:
         try:
             work()
         except Exception as error:
-            raise failure("write", self._path, error) from error
+            failed = failure("write", self._path, error)
+            failed.passing = is_passing(error)
+            raise failed from error
 
 
 class ObjectStorage(Storage):

@@ -13,7 +13,11 @@ from typing import Any, NamedTuple, cast
 from shardwright.checkpoint.storage.attempts import attempt
 from shardwright.errors import CheckpointError
 
-READ_BYTES = 16 << 20
+PART_BYTES = 8 << 20
+"""Longer reads are requests for parts of this size, some at a time."""
+_NUM_PARTS = 8
+_BLOCK_BYTES = 256 << 10
+_NUM_BLOCKS = 8
 _LOCAL = ("file", "local")
 
 
@@ -137,7 +141,7 @@ class RemotePath:
 
     def open(self) -> io.BufferedReader:
         """The content as a file that reads what is asked for, and a little more."""
-        return io.BufferedReader(_Ranges(self), buffer_size=1 << 16)
+        return io.BufferedReader(_Ranges(self), buffer_size=1 << 12)
 
     def read_bytes(self) -> bytes:
         """The whole content."""
@@ -147,7 +151,10 @@ class RemotePath:
         """Some bytes of the content: [start, stop)."""
         if stop <= start:
             return b""
-        found = cast(bytes, attempt("read", self, partial(self.fs.cat_file, self.key, start=start, end=stop)))
+        parts = [(at, min(at + PART_BYTES, stop)) for at in range(start, stop, PART_BYTES)]
+        found = b"".join(
+            part for first in range(0, len(parts), _NUM_PARTS) for part in self._parts(parts[first : first + _NUM_PARTS])
+        )
         if len(found) != stop - start:
             raise EOFError(f"{self} ends at {start + len(found)}, expected at least {stop} bytes")
         return found
@@ -165,6 +172,12 @@ class RemotePath:
                 raise
 
     # ------------------------------------------------------------------ requests
+
+    def _parts(self, parts: list[tuple[int, int]]) -> list[bytes]:
+        """Several at a time, where the store's client can."""
+        starts, stops = ([part[i] for part in parts] for i in (0, 1))
+        work = partial(self.fs.cat_ranges, [self.key] * len(parts), starts, stops, on_error="raise")
+        return cast("list[bytes]", attempt("read", self, work))
 
     def _info(self) -> dict[str, Any]:
         return cast("dict[str, Any]", attempt("look at", self, partial(self.fs.info, self.key)))
@@ -185,12 +198,13 @@ class RemotePath:
 
 
 class _Ranges(io.RawIOBase):
-    """Reads an object piece by piece."""
+    """Reads an object piece by piece; of small pieces, the surroundings are kept."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
         self._size = path.stat().st_size
         self._at = 0
+        self._blocks: dict[int, bytes] = {}
 
     def readable(self) -> bool:
         return True
@@ -206,13 +220,25 @@ class _Ranges(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._at + READ_BYTES, self._size)
+        stop = min(self._at + len(buffer), self._at + PART_BYTES * _NUM_PARTS, self._size)
         if stop <= self._at:
             return 0
-        found = self._path.read_range(self._at, stop)
+        if stop - self._at >= _BLOCK_BYTES:
+            found = self._path.read_range(self._at, stop)
+        else:
+            number, offset = divmod(self._at, _BLOCK_BYTES)
+            found = self._block(number)[offset : offset + stop - self._at]
         buffer[: len(found)] = found
-        self._at = stop
+        self._at += len(found)
         return len(found)
+
+    def _block(self, number: int) -> bytes:
+        if number not in self._blocks:
+            while len(self._blocks) >= _NUM_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            start = number * _BLOCK_BYTES
+            self._blocks[number] = self._path.read_range(start, min(start + _BLOCK_BYTES, self._size))
+        return self._blocks[number]
 
 
 def _name(info: dict[str, Any]) -> str:

@@ -1,0 +1,231 @@
+"""Checkpoints in an object store: a real S3 server in a process of its own, which fails when it is told to."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import checkpoint_ranks as ranks
+import shardwright.torch as smp
+from any_layout import config, train, wrap
+from harness import RankPool
+from s3_server import S3Server
+from shardwright.cli.main import main
+
+TWO_STAGES = {"pipeline_parallel_degree": 2}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+@pytest.fixture
+def prefix(server: S3Server) -> Iterator[str]:
+    """Below this name nothing is there."""
+    server.behave()
+    yield f"run-{uuid.uuid4().hex[:8]}"
+    server.behave()
+
+
+@pytest.fixture
+def url(server: S3Server, prefix: str) -> str:
+    return f"s3://{server.bucket}/{prefix}"
+
+
+def run(pool: RankPool, server: S3Server, function: Any, *args: Any, config: dict[str, Any], **options: Any) -> list[Any]:
+    """Call a function of `checkpoint_ranks` on every rank, with keyword arguments."""
+    environment = {**server.environment, "SHARDWRIGHT_STORAGE_ATTEMPTS": "2"}
+    return pool.run(
+        ranks.with_options, function.__name__, args, options, config=config, environment=environment, timeout_s=240
+    )
+
+
+def names(server: S3Server, prefix: str) -> list[str]:
+    """Objects, without the ids of saves."""
+    found = []
+    for key in server.keys(prefix + "/"):
+        parts = key.split("/")[1:]
+        found.append("/".join("ID" if len(part) == 32 else part for part in parts))
+    return found
+
+
+def check_equal(straight: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
+    for one, other in zip(straight, resumed, strict=True):
+        assert other.pop("content") == {"epoch": 3, "rank": 0}
+        other.pop("restored")
+        assert other == one
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(pool2: RankPool, server: S3Server, prefix: str, url: str) -> None:
+    straight = run(pool2, server, ranks.train_and_save, url, config=TWO_STAGES)
+    assert names(server, prefix) == [
+        "newest",
+        *(f"step_2_partial/ID/model_{stage}_0.pt" for stage in (0, 1)),
+        *(f"step_2_partial/ID/optimizer_{stage}_0.pt" for stage in (0, 1)),
+        "step_2_partial/ID/partition_info.pt",
+        "step_2_partial/ID/rng_0.pt",
+        "step_2_partial/ID/rng_1.pt",
+        "step_2_partial/ID/user_content.pt",
+        "step_2_partial/manifest.json",
+    ]
+    check_equal(straight, run(pool2, server, ranks.resume_and_train, url, config=TWO_STAGES))
+    # The same tag again, in the background; the files of the first save go, and nothing else stays behind, neither of a
+    # save that was interrupted.
+    before = names(server, prefix)
+    server.put(f"{prefix}/step_2_partial/{'f' * 32}/model_0_0.pt", b"half")
+    check_equal(straight, run(pool2, server, ranks.resume_and_train, url, config=TWO_STAGES))
+    straight = run(pool2, server, ranks.train_and_save, url, blocking=False, config=TWO_STAGES)
+    assert names(server, prefix) == before
+    check_equal(straight, run(pool2, server, ranks.resume_and_train, url, config=TWO_STAGES))
+
+
+# ------------------------------------------------------------------ failures
+
+
+def same_on_all(told: list[Any]) -> str:
+    assert len(set(told)) == 1, told
+    assert told[0] != ("", ""), "nothing was raised"
+    return str(told[0][1])
+
+
+def test_a_part_that_fails_in_passing_is_sent_again(pool2: RankPool, server: S3Server, prefix: str, url: str) -> None:
+    server.fail(method="PUT", key="optimizer", times=1)
+    server.fail(method="PUT", key="manifest.json", times=1, status=500)
+    server.fail(method="PUT", key="newest", times=1, status=0)
+    straight = run(pool2, server, ranks.train_and_save, url, config=TWO_STAGES)
+    assert sum(request["status"] in (0, 500, 503) for request in server.requests()) == 3
+    check_equal(straight, run(pool2, server, ranks.resume_and_train, url, config=TWO_STAGES))
+
+
+@pytest.mark.parametrize("key", ["optimizer_1_0", "manifest.json"])
+def test_a_save_that_fails_leaves_the_one_before(
+    pool2: RankPool, server: S3Server, prefix: str, url: str, key: str
+) -> None:
+    """The same tag again; the store refuses an object for good."""
+    straight = run(pool2, server, ranks.train_and_save, url, config=TWO_STAGES)
+    before = server.keys(prefix + "/")
+    server.fail(method="PUT", key=key)
+    text = same_on_all(run(pool2, server, ranks.save_error, url, "step_2", config=TWO_STAGES))
+    assert key in text
+    assert url in text
+    assert "could not write it after 2 attempts" in text
+    assert "check the endpoint, the network and the bucket" in text
+    server.behave()
+    assert server.keys(prefix + "/") == before
+    assert server.unfinished_uploads() == []
+    check_equal(straight, run(pool2, server, ranks.resume_and_train, url, config=TWO_STAGES))
+
+
+def test_a_store_that_does_not_answer_is_an_error_and_no_empty_folder(
+    pool2: RankPool, server: S3Server, prefix: str, url: str
+) -> None:
+    run(pool2, server, ranks.train_and_save, url, config=TWO_STAGES)
+    server.fail(status=0)
+    text = same_on_all(run(pool2, server, ranks.resume_error, url, config=TWO_STAGES))
+    assert "no partial checkpoint" not in text
+    assert "could not read it after 2 attempts" in text
+    assert url in text
+    server.behave()
+    server.fail(status=403)
+    text = same_on_all(run(pool2, server, ranks.save_error, url, config=TWO_STAGES))
+    assert "check the credentials" in text
+
+
+@pytest.mark.heavy
+def test_a_rank_that_dies_leaves_the_checkpoint_before(server: S3Server, prefix: str, url: str) -> None:
+    environment = {**server.environment, "SHARDWRIGHT_STORAGE_ATTEMPTS": "2"}
+    with RankPool(2) as pool:
+        straight = run(pool, server, ranks.train_and_save, url, config=TWO_STAGES)
+        outcomes = pool.outcomes(
+            ranks.die_while_saving, url, "step_2", 0, "writing", config=TWO_STAGES, environment=environment, timeout_s=240
+        )
+        assert all(outcome.error is not None for outcome in outcomes)
+        assert len({key.split("/")[2] for key in server.keys(f"{prefix}/step_2_partial/") if key.count("/") == 3}) == 2
+        check_equal(straight, run(pool, server, ranks.resume_and_train, url, config=TWO_STAGES))
+        # The next save takes away what the dead one left.
+        run(pool, server, ranks.train_and_save, url, "step_4", config=TWO_STAGES)
+    assert len({key.split("/")[2] for key in server.keys(f"{prefix}/step_2_partial/") if key.count("/") == 3}) == 1
+
+
+def test_retention(pool2: RankPool, server: S3Server, prefix: str, url: str) -> None:
+    for tag in ("a", "b", "c"):
+        run(pool2, server, ranks.train_and_save, url, tag, num_kept_partial_checkpoints=2, config=TWO_STAGES)
+    assert {name.split("/")[0] for name in names(server, prefix)} == {"b_partial", "c_partial", "newest"}
+    assert server.get(f"{prefix}/newest") == b"c_partial"
+
+
+# ------------------------------------------------------------------ real models, full checkpoints, single files
+
+
+def save_both(url: str) -> list[float]:
+    made, model, optimizer = wrap("mlp")
+    train(made, model, optimizer, 0, 2)
+    content = {"step": 2}
+    smp.save_checkpoint(url + "/partial", "mid", model=model, optimizer=optimizer, user_content=content)
+    for _ in range(2):  # the same tag again
+        smp.save_checkpoint(url + "/full", "mid", partial=False, model=model, optimizer=optimizer, user_content=content)
+    smp.save({"place": smp.pp_rank()}, url + "/files/mine")
+    smp.barrier()
+    assert smp.load(url + "/files/mine") == {"place": smp.pp_rank()}
+    return train(made, model, optimizer, 2, 4)
+
+
+def go_on(url: str, partial: bool) -> list[float]:
+    made, model, optimizer = wrap("mlp", seed=1)
+    content = smp.resume_from_checkpoint(url, partial=partial)
+    return train(made, model, optimizer, content["step"], 4)
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["ckpt", *arguments])
+    printed = capsys.readouterr()
+    code = end.value.code
+    return (code if isinstance(code, int) else 0), printed.out + printed.err
+
+
+def test_partial_and_full_from_stages_into_replicas_and_the_command_line(
+    pool2: RankPool,
+    server: S3Server,
+    prefix: str,
+    url: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    straight = pool2.run(save_both, url, config=config((2, 1, 1)), environment=server.environment, timeout_s=240)
+    replicas = config((1, 1, 2), shard_optimizer_state=True)
+    for folder, partial in (("partial", True), ("full", False)):
+        resumed = pool2.run(
+            go_on, f"{url}/{folder}", partial, config=replicas, environment=server.environment, timeout_s=240
+        )
+        assert resumed[0] == pytest.approx(straight[0], rel=1e-5)
+    full = [name for name in names(server, prefix) if name.startswith("full/")]
+    assert full == ["full/" + name for name in ("manifest_mid.json", "mid", "newest", "optimizer_mid", "user_content_mid")]
+    assert [name for name in names(server, prefix) if name.startswith("files/")] == ["files/mine_0", "files/mine_1"]
+
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    code, text = command(capsys, "ls", url + "/partial", "--json")
+    assert (code, [row["name"] for row in json.loads(text)]) == (0, ["mid_partial"])
+    assert command(capsys, "show", url + "/full", "mid")[0] == 0
+    assert command(capsys, "diff", url + "/partial/mid", url + "/partial/mid_partial") == (0, "no difference\n")
+    code, text = command(capsys, "diff", url + "/partial/mid", url + "/full/mid", "--json")
+    assert (code, {row["detail"] for row in json.loads(text)}) == (1, {"only in mid_partial"})  # its optimizer
+    code, text = command(capsys, "export", url + "/partial", str(tmp_path / "model.safetensors"))
+    assert code == 0, text
+    assert command(capsys, "verify", url + "/partial", "--all")[0] == 0
+    key = next(key for key in server.keys(f"{prefix}/partial/") if key.endswith("optimizer_1_0.pt"))
+    content = bytearray(server.get(key))
+    content[len(content) // 2] ^= 1
+    server.put(key, bytes(content))
+    code, text = command(capsys, "verify", url + "/partial", "mid", "--json")
+    assert code == 1
+    assert [(p["kind"], p["file"]) for p in json.loads(text)["mid_partial"]] == [("flipped", "optimizer_1_0.pt")]
+    assert command(capsys, "prune", url + "/partial", "--keep", "1") == (0, "nothing to delete\n")

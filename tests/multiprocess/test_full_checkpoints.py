@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import reference
 import shardwright.torch as smp
 from any_layout import SAVED_AT, STEPS, Layout, config, expected, layout_name, pool_of, train, whole_masters, wrap
 from harness import RankPool
+from shardwright.checkpoint.torch_stream import StreamedTorchFile
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
 # ------------------------------------------------------------------ on the ranks
@@ -244,6 +246,42 @@ def test_changed_and_cut_files_are_refused(pool2: RankPool, tmp_path: Path) -> N
         (tmp_path / "only").write_bytes(damaged)
         for reason in pool2.run(resume_error, str(tmp_path), "only", CheckpointError, config=config((2, 1, 1))):
             assert "damaged" in reason
+
+
+def save_on_a_full_disk(path: str) -> list[str]:
+    """Rank 0 can't write the second tensor that comes; then a save that works, with a translation that looks at values."""
+    _, model, optimizer = wrap("mlp")
+    real, added = StreamedTorchFile.add, []
+
+    def add(file: StreamedTorchFile, tensor: Tensor) -> Any:
+        added.append(tensor)
+        if len(added) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, tensor)
+
+    StreamedTorchFile.add = add  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            smp.save_checkpoint(path, "only", partial=False, model=model, optimizer=optimizer)
+    finally:
+        StreamedTorchFile.add = real  # type: ignore[method-assign]
+
+    def shouted(content: dict[str, Any]) -> dict[str, Any]:
+        assert all(tensor.isfinite().all() for tensor in content.values()), "not before they are there"
+        return {name.upper(): tensor for name, tensor in content.items()}
+
+    smp.state.module_manager.translate_functions.append((shouted, shouted))
+    smp.save_checkpoint(path, "loud", partial=False, model=model)
+    return [str(caught.value), *sorted(os.listdir(path))]
+
+
+def test_a_full_disk_while_tensors_come_and_a_translation_that_needs_them_all(pool2: RankPool, tmp_path: Path) -> None:
+    for reason, *left in pool2.run(save_on_a_full_disk, str(tmp_path), config=config((2, 1, 1))):
+        assert "No space left" in reason
+        assert left == ["loud", "manifest_loud.json", "newest", "user_content_loud"]
+    want = models.make("mlp").model.state_dict()
+    found = torch.load(tmp_path / "loud")
+    assert all(torch.equal(found[name.upper()], tensor) for name, tensor in want.items())
 
 
 # ------------------------------------------------------------------ interrupted saves

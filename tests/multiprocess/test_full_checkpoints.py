@@ -18,6 +18,7 @@ import reference
 import shardwright.torch as smp
 from any_layout import SAVED_AT, STEPS, Layout, config, expected, layout_name, pool_of, train, whole_masters, wrap
 from harness import RankPool
+from shardwright.checkpoint import stream
 from shardwright.checkpoint.torch_stream import StreamedTorchFile
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
@@ -249,7 +250,11 @@ def test_changed_and_cut_files_are_refused(pool2: RankPool, tmp_path: Path) -> N
 
 
 def save_on_a_full_disk(path: str) -> list[str]:
-    """Rank 0 can't write the second tensor that comes; then a save that works, with a translation that looks at values."""
+    """Rank 0 can't write the second tensor that comes; then a save that works, with a translation that looks at values.
+
+    All ranks meet after every tensor.
+    """
+    stream._MEETING_BYTES = 1
     _, model, optimizer = wrap("mlp")
     real, added = StreamedTorchFile.add, []
 
@@ -272,6 +277,7 @@ def save_on_a_full_disk(path: str) -> list[str]:
 
     smp.state.module_manager.translate_functions.append((shouted, shouted))
     smp.save_checkpoint(path, "loud", partial=False, model=model)
+    stream._MEETING_BYTES = 1 << 30
     return [str(caught.value), *sorted(os.listdir(path))]
 
 

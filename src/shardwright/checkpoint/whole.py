@@ -105,7 +105,7 @@ class WholeModel:
         held = {self._source: self._held}
         run_everywhere(
             self._call,
-            lambda: stream.send_whole(self._entries, held, lambda entry, tensor: deliver.take(entry.name, tensor)),
+            lambda: stream.send_whole(self._entries, held, lambda e, tensor: deliver.take(e.name, tensor), self._axis),
             self._axis,
         )
 

@@ -25,7 +25,7 @@ def finetuned(folder: Path, launcher: list[str], *options: str) -> dict[str, Any
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,7 +46,7 @@ def test_a_few_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_it_learns_the_same_by_every_route(tmp_path: Path) -> None:
     alone = finetuned(tmp_path / "alone", [], "--export", "out")
     assert alone["accuracy"] > 0.6

@@ -83,6 +83,41 @@ class Boxes:
         return self.rows[index * size : (index + 1) * size]
 
 
+class Box:
+    """A plain object of the batch, with a device as such objects have it."""
+
+    def __init__(self, row: Tensor) -> None:
+        self.row = row
+        self.device = row.device
+
+
+class Targets:
+    """Holds objects that can't slice themselves; a microbatch gets a list of them."""
+
+    def __init__(self, boxes: list[Box]) -> None:
+        self.boxes = boxes
+        self.device = torch.device("cpu")
+
+    def smp_slice(self, total: int, which: int, dim: int) -> list[Box]:
+        size = len(self.boxes) // total
+        return [Box(box.row.to(self.device)) for box in self.boxes[which * size : (which + 1) * size]]
+
+
+def objects(model: Any, x: Tensor, targets: Any) -> Any:
+    """The result is a list of objects: each comes back as a list with one entry per microbatch."""
+    out = model(x)
+    step_on(model, out + torch.stack([box.row.to(box.device) for box in targets]))
+    return [box.row.sum().item() for box in targets]
+
+
+def gives_objects(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (vectors(step), Targets([Box(row) for row in vectors(step + 50)])), {}
+
+
+def dummy_objects(step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.zeros(BATCH, 0), None), {}
+
+
 class Where(NamedTuple):
     start: Tensor
     name: str
@@ -263,6 +298,7 @@ CASES = [
     Case("dummies", Net, plain, one, PLACE, dummies=dummy),
     Case("keywords_only", Net, keywords_only, gives_keywords, PLACE, dummies=dummy_keywords),
     Case("many_kinds", Net, many_kinds, gives_many, PLACE, dummies=dummy_many, options=MANY_OPTIONS),
+    Case("objects_of_the_batch", Net, objects, gives_objects, PLACE, dummies=dummy_objects),
     Case("batch_encoding", Net, encoding, gives_encoding, PLACE, dummies=dummy_encoding),
     Case("strides", Net, plain, strided, PLACE, dummies=dummy, steps=8),
     Case(

@@ -1,7 +1,8 @@
 """Step inputs come from pipeline rank 0: structure, tensors and plain values are sent to its group once per step.
 
 What is each rank's own stays so: modules, optimizers, devices, and every object that holds no data of the batch. Data
-are containers and mappings, objects with `smp_slice`, dataclasses with tensors in them, NumPy arrays and the like. On
+are containers and mappings, objects with `smp_slice` and all that they hold (a list of boxes), dataclasses with tensors in
+them, NumPy arrays and the like; a device in an object with `smp_slice` is that of the rank that has the object now. On
 other ranks the values passed for those are ignored (they may be dummies).
 """
 
@@ -65,7 +66,7 @@ def send_inputs(
     try:
         signature.bind(*args, **kwargs)
         microbatches = split(args, kwargs)
-        walker = Walker(_is_own)
+        walker = _InputWalker()
         call = _Call(
             tuple(walker.describe(a) for a in args),
             tuple((k, walker.describe(v)) for k, v in kwargs.items()),
@@ -130,7 +131,12 @@ def _take(runtime: Runtime, call: _Call, split: Split, args: Any, kwargs: Any) -
         buffer = torch.empty_strided(spec.shape, wire_stride(spec), dtype=spec.dtype, device=device)
         handles.append(runtime.wire.receive(buffer, 0, _CHANNEL))
     tensors = [h.wait().requires_grad_(s.requires_grad) for h, (s, _) in zip(handles, call.tensors, strict=True)]
-    builder = Builder(tensors, [], call.cells, call.opaques, lambda node: _Own(node[1]))
+    def missing(node: Node) -> Any:
+        if node[1] == _DEVICE_OF_BATCH:
+            return torch.device("cpu") if node[3] else runtime.device
+        return _Own(node[1])
+
+    builder = Builder(tensors, [], call.cells, call.opaques, missing)
     own: dict[int, Any] = {}
     graft = _Graft(own)
     made_args = [
@@ -146,10 +152,36 @@ def _take(runtime: Runtime, call: _Call, split: Split, args: Any, kwargs: Any) -
 
 # ---------------------------------------------------------------------- what is sent
 
+_DEVICE_OF_BATCH = "the batch's torch.device"
+
+
+class _InputWalker(Walker):
+    """Knows when it is inside an object that slices itself. Only pipeline rank 0's counts, so nothing there is own."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda value: not self._inside and _is_own(value))
+        self._inside = False
+
+    def describe(self, value: Any) -> Node:
+        if self._inside and type(value) is torch.device:
+            return ("opaque", _DEVICE_OF_BATCH, self._opaque_number(value), value.type == "cpu")
+        return super().describe(value)
+
+    def _read(self, value: Any) -> Node:
+        before, self._inside = self._inside, self._inside or _slices_itself(value)
+        try:
+            return super()._read(value)
+        finally:
+            self._inside = before
+
+
+def _slices_itself(value: Any) -> bool:
+    return callable(getattr(value, "smp_slice", None))
+
 
 def _is_own(value: Any) -> bool:
     """Is this object each rank's own (as opposed to data of the batch)?"""
-    if isinstance(value, (list, dict, set, Mapping)) or callable(getattr(value, "smp_slice", None)):
+    if isinstance(value, (list, dict, set, Mapping)) or _slices_itself(value):
         return False
     return not (is_dataclass_instance(value) and _has_tensors(value))
 

@@ -1,10 +1,12 @@
 """Train a small convolutional network with BatchNorm on generated images, and evaluate it.
 
     python examples/image_classifier.py
-    shardwright run --pp 2 --microbatches 4 examples/image_classifier.py
+    shardwright run --pp 2 examples/image_classifier.py
+    shardwright run --nproc 2 --ddp examples/image_classifier.py
 
-Shows an optimizer that is built before the model is wrapped, steps that return several things, and evaluation
-through the pipeline.
+Shows an optimizer that is built before the model is wrapped, a step that returns a tuple of tensors and one that returns
+numbers, autocast inside the step with `smp.amp.GradScaler` (`--amp`), a data set split by `smp.dp_rank()`, evaluation
+through the pipeline, and a partial checkpoint (`--save model.pt`): one file for each part of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import shardwright.torch as smp
+import smdistributed.modelparallel.torch as smp
 
 CLASSES = 4
 SIZE = 16
@@ -46,11 +48,14 @@ def build_model() -> nn.Module:
 
 
 @smp.step
-def train_step(model: smp.DistributedModel, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """One microbatch. Returns its loss and its predictions."""
-    logits = model(x)
-    loss = F.cross_entropy(logits, labels)
-    model.backward(loss)
+def train_step(
+    model: smp.DistributedModel, scaler: smp.amp.GradScaler, x: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One microbatch. Returns its loss and its predictions: two tensors, so the caller gets two `StepOutput`s."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=scaler.is_enabled()):
+        logits = model(x)
+    loss = F.cross_entropy(logits.float(), labels)
+    model.backward(scaler.scale(loss))
     return loss, logits.argmax(dim=1)
 
 
@@ -78,24 +83,32 @@ def evaluate(model: smp.DistributedModel, num_batches: int) -> tuple[float, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where autocast does, with a loss scale")
+    parser.add_argument("--save", metavar="FILE", help="write the trained model, one file for each of its parts")
     args = parser.parse_args()
-    smp.init()
+    smp.init({"microbatches": 4})
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model = smp.DistributedModel(model)
     optimizer = smp.DistributedOptimizer(optimizer)
+    scaler = smp.amp.GradScaler(enabled=args.amp)
     for step in range(args.steps):
         x, labels = images(step * smp.dp_size() + smp.dp_rank(), BATCH)
         optimizer.zero_grad()
-        loss, predicted = train_step(model, x, labels)
-        optimizer.step()
+        loss, predicted = train_step(model, scaler, x, labels)
+        scaler.step(optimizer)
+        scaler.update()
         accuracy = (predicted.concat().cpu() == labels).float().mean()
-        if smp.rank() == 0 and (step + 1) % 20 == 0:
+        if smp.rank() == 0 and (step + 1) % 10 == 0:
             mean = loss.reduce_mean().item()
-            print(f"step {step + 1}: loss {mean:.3f}, accuracy {accuracy:.2f}", flush=True)
+            print(f"step {step + 1}: loss {mean:.6f}, accuracy {accuracy:.2f}", flush=True)
     loss, accuracy = evaluate(model, num_batches=4)
     if smp.rank() == 0:
-        print(f"test: loss {loss:.3f}, accuracy {accuracy:.2f}", flush=True)
+        print(f"test: loss {loss:.6f}, accuracy {accuracy:.2f}", flush=True)
+    if args.save and smp.dp_rank() == 0:
+        content = {"model_state_dict": model.local_state_dict(), "optimizer_state_dict": optimizer.local_state_dict()}
+        smp.save(content, args.save, partial=True)
+    smp.barrier()
 
 
 if __name__ == "__main__":

@@ -15,14 +15,24 @@ from any_layout import SAVED_AT, STEPS, config, expected, train, wrap
 from harness import RankPool
 from launched import Launched
 from shardwright.checkpoint import background, safe_loading
-from shardwright.errors import CheckpointError, NotBuiltError
+from shardwright.errors import CheckpointError, NotBuiltError, UsageError
 
 
 def save_and_train_on(path: str) -> list[float]:
     made, model, optimizer = wrap()
-    train(made, model, optimizer, 0, 2)
+    if not model.partitioned:
+        with pytest.raises(UsageError, match="before the model is partitioned"):
+            smp.prepare_background_save(model, optimizer)
+    train(made, model, optimizer, 0, 1)
+    smp.prepare_background_save(model, optimizer)
+    train(made, model, optimizer, 1, 2)
+    background._end_preparing()
+    prepared = {key: buffer.data_ptr() for key, buffer in background.staging._buffers.items()}
     smp.save_checkpoint(path, "first", model=model, optimizer=optimizer, user_content={"step": 2}, blocking=False)
     train(made, model, optimizer, 2, SAVED_AT)
+    kept = {key: buffer.data_ptr() for key, buffer in background.staging._buffers.items() if key in prepared}
+    assert kept == prepared
+    assert any("exp_avg" in key for key in prepared)
     smp.save_checkpoint(path, "mid", model=model, optimizer=optimizer, user_content={"step": SAVED_AT}, blocking=False)
     return train(made, model, optimizer, SAVED_AT, STEPS)
 

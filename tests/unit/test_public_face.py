@@ -50,7 +50,7 @@ CONTRACT: dict[str, list[str]] = {
         "delayed_param_initialization",
         "register_parameter",
     ],
-    "checkpoints": ["save", "load", "save_checkpoint", "resume_from_checkpoint", "save_on_signal"],
+    "checkpoints": ["save", "load", "save_checkpoint", "resume_from_checkpoint", "save_on_signal", "prepare_background_save"],
     "submodules": [
         "amp",
         "model",

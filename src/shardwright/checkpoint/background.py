@@ -12,12 +12,12 @@ import functools
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from shardwright.checkpoint import host_memory, layout, storage
+from shardwright.checkpoint import layout, storage
 from shardwright.checkpoint.collective import run_everywhere
 from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, ShardwrightError
@@ -29,9 +29,7 @@ _POLL_S = 0.02
 
 
 class Staging:
-    """Copies of values in host memory, whose buffers serve again in the next save: fresh memory is slow to touch, even in
-    huge pages.
-    """
+    """Copies of values in host memory, whose buffers serve again in the next save: fresh memory is slow to touch."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -58,8 +56,7 @@ class Staging:
     def _tensor(self, value: torch.Tensor, key: tuple[Any, ...]) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype, buffer.layout) != (value.shape, value.dtype, value.layout):
-            plain = value.layout is torch.strided and value.device.type == "cpu"
-            buffer = self._buffers[key] = host_memory.empty_like(value) if plain else torch.empty_like(value)
+            buffer = self._buffers[key] = torch.empty_like(value, requires_grad=False)
         with torch.no_grad():
             return buffer.copy_(value)
 
@@ -93,6 +90,33 @@ class _Pending:
 
 staging = Staging()
 _pending: _Pending | None = None
+_preparing: threading.Thread | None = None
+
+
+def prepare(contents: Mapping[str, Any]) -> None:
+    """Copy values that are of no interest, on a thread, so that the memory for copies of such values is ready.
+
+    contents: as `staging` will be given them, by their first keys; may change meanwhile.
+    """
+    global _preparing
+    _end_preparing()
+
+    def work() -> None:
+        try:
+            for name, content in contents.items():
+                staging.copy(content, (name,))
+        except Exception as error:
+            _log.warning("no memory could be made ready for saving in the background: %s", error)
+
+    _preparing = threading.Thread(target=work, name="shardwright-prepare")
+    _preparing.start()
+
+
+def _end_preparing() -> None:
+    global _preparing
+    if _preparing is not None:
+        _preparing.join()
+        _preparing = None
 
 
 def start(call: str, work: Callable[[], object]) -> None:
@@ -117,6 +141,7 @@ def finish() -> None:
     Raises: what it failed with, on every rank; only once.
     """
     global _pending
+    _end_preparing()
     pending, _pending = _pending, None
     if pending is not None:
         run_everywhere(f"{pending.call} in the background", pending.result)

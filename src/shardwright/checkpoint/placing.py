@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import host_memory
 from shardwright.checkpoint.manifest import FileRecord, KeyPath
 from shardwright.checkpoint.plan import Copy
 from shardwright.checkpoint.reader import Reader, ends_of
@@ -44,7 +43,7 @@ class Placing(Reader):
         """Memory for a value: that of the live one if it is a tensor of the same kind, else new."""
         if isinstance(live, Tensor) and (live.shape, live.dtype, live.layout) == (shape, dtype, torch.strided):
             return live.detach()
-        made = host_memory.empty(shape, dtype)
+        made = torch.empty(tuple(shape), dtype=dtype)
         self._new.add(made.untyped_storage().data_ptr())
         return made
 

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +143,19 @@ def save_checkpoint(
     save.run(user_content, num_kept_partial_checkpoints, blocking=blocking)
 
 
+def prepare_background_save(model: CheckpointModel | None = None, optimizer: CheckpointOptimizer | None = None) -> None:
+    """Make memory ready for `save_checkpoint(..., blocking=False)`, on a thread, so that the first one too is over quickly.
+
+    Called by: any rank that will save, after the first optimizer step; state that comes later is not prepared.
+        Collectives: none.
+    It takes the memory that such a save keeps anyway: one copy of what this rank writes, in host memory.
+    Raises: UsageError before the model is partitioned.
+    """
+    save = _Save(Path(), "", model, optimizer, trust=False)
+    save.check_ready("prepare_background_save")
+    background.prepare({part.name: part.make() for part in save.state_parts()})
+
+
 class _Save:
     """One save. All ranks call run."""
 
@@ -166,7 +180,7 @@ class _Save:
 
     def run(self, user_content: Any, keep: int | None, *, blocking: bool) -> None:
         started = time.monotonic()
-        run_everywhere(self.call, self._check_ready)
+        run_everywhere(self.call, lambda: self.check_ready(_CALL))
         save_id = run_on_rank_zero(self.call, lambda: self._prepare(user_content))
         temporary = self.store.saving(self.root, self.folder, save_id)
         try:
@@ -222,10 +236,11 @@ class _Save:
         if rank_zero():
             self._log_end(size_bytes, started)
 
-    def _check_ready(self) -> None:
+    def check_ready(self, call: str) -> None:
+        """Raise UsageError if this rank doesn't know its part."""
         if self.model is not None and not self.model.partitioned:
             raise UsageError(
-                f"{_CALL} before the model is partitioned: this rank doesn't know its part yet",
+                f"{call} before the model is partitioned: this rank doesn't know its part yet",
                 remedy="run one step first; the model is partitioned by the first step",
             )
 
@@ -251,6 +266,23 @@ class _Save:
                 f"this rank (host {platform.node()}) doesn't see the folder that rank 0 made, {temporary}",
                 remedy="save into a folder on a file system that all ranks share",
             )
+        parts = self.state_parts()
+        model = self.model
+        position = model.random_position() if model is not None else {}
+        captured = random_state.pack(rng.capture(), position)
+        parts.append(_Part(layout.rng_file(self.here.rank), "rng", lambda: captured))
+        if self.here.rank == 0 and (record := self._partition()) is not None:
+            old_form = {
+                "partition": record.get("stage_of"),
+                "pp_size": self.layout.pp,
+                "tp_size": self.layout.tp,
+                "version": shardwright.__version__,
+            }
+            parts.append(_Part(layout.PARTITION_INFO, "partition_info", lambda: old_form))
+        return parts
+
+    def state_parts(self) -> list[_Part]:
+        """The files of tensors that this rank writes."""
         parts: list[_Part] = []
         model, optimizer = self.model, self.optimizer
         table = model.tensor_table() if model is not None else ()
@@ -269,17 +301,6 @@ class _Save:
                 if (name := self._own_file(role)) is not None:
                     make = partial_of(_with_names, source, names)
                     parts.append(_Part(name, role, make, partial_of(_optimizer_entries, role, name, table)))
-        position = model.random_position() if model is not None else {}
-        captured = random_state.pack(rng.capture(), position)
-        parts.append(_Part(layout.rng_file(self.here.rank), "rng", lambda: captured))
-        if self.here.rank == 0 and (record := self._partition()) is not None:
-            old_form = {
-                "partition": record.get("stage_of"),
-                "pp_size": self.layout.pp,
-                "tp_size": self.layout.tp,
-                "version": shardwright.__version__,
-            }
-            parts.append(_Part(layout.PARTITION_INFO, "partition_info", lambda: old_form))
         return parts
 
     def _write_all(self, parts: Sequence[_Part], temporary: Place) -> _Written:

@@ -61,6 +61,11 @@ def save_checkpoint(
     )
 
 
+def prepare_background_save(model: DistributedModel | None = None, optimizer: Any = None) -> None:
+    """See `shardwright.checkpoint.save.prepare_background_save`."""
+    save.prepare_background_save(_model_to_save(model), _optimizer_to_save(optimizer))
+
+
 def resume_from_checkpoint(
     path: Any, tag: Any = None, partial: bool = True, strict: bool = True, **options: Any
 ) -> Any:

@@ -31,7 +31,7 @@ from shardwright.torch import step as _step_module  # noqa: F401  loaded for tho
 
 from shardwright.checkpoint.rank_files import load, save
 from shardwright.data_parallel.registered_parameters import register_parameter
-from shardwright.engine.checkpointing import resume_from_checkpoint, save_checkpoint
+from shardwright.engine.checkpointing import prepare_background_save, resume_from_checkpoint, save_checkpoint
 from shardwright.engine.creation import model_creation
 from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.model import DistributedModel
@@ -160,6 +160,7 @@ __all__ = [
     "pp_barrier",
     "pp_rank",
     "pp_size",
+    "prepare_background_save",
     "rank",
     "rdp_barrier",
     "rdp_rank",

@@ -21,7 +21,7 @@ HF4 := .venv-hf4
 HF4_PACKAGE := transformers==4.57.6
 HF4_TESTS := tests/unit/integrations tests/unit/tensor_parallel tests/multiprocess/test_parity.py \
 	tests/multiprocess/test_unit_transformers.py tests/multiprocess/test_tp_hf.py tests/multiprocess/test_tp_minilm.py \
-	tests/multiprocess/test_tp_parity.py tests/multiprocess/test_tp_plan.py
+	tests/multiprocess/test_tp_parity.py tests/multiprocess/test_tp_plan.py tests/multiprocess/test_trainer.py
 
 .PHONY: help setup demo test test-all test-hf4 lint bench readme docs clean
 

@@ -8,14 +8,31 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def when_imported(name: str, action: Callable[[], object]) -> None:
     """Call `action` once, when module `name` has been imported; at once if it is there already."""
-    if name in sys.modules and not getattr(sys.modules[name].__spec__, "_initializing", False):
-        action()
-    else:
+    module = sys.modules.get(name)
+    if module is None:
         sys.meta_path.insert(0, _Watcher(name, action))
+    elif module.__spec__ is not None and getattr(module.__spec__, "_initializing", False):
+        module.__spec__.__class__ = _LoadingSpec
+        vars(module.__spec__)["_action"] = action
+    else:
+        action()
+
+
+class _LoadingSpec(ModuleSpec):
+    """The spec of a module that is being imported; the import system notes in it when that is done."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            action = vars(self).pop("_action")
+            if self.name in sys.modules:
+                action()
 
 
 class _Watcher(importlib.abc.MetaPathFinder):

@@ -4,6 +4,7 @@ accumulated gradients, loops without steps, optimizers of one's own, and what is
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,41 @@ def test_clipping_equals_one_process(pool2: RankPool, norm_type: float) -> None:
         assert again == pytest.approx(1.0, rel=1e-5)
         for name, value in truth.named_parameters():
             torch.testing.assert_close(weights[name], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+def clipped_by_torch() -> tuple[list[str], list[str]]:
+    """What is said when a script looks at its parameters, and when it clips by torch."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright.engine.clipping_watch").addHandler(handler)
+    model = smp.DistributedModel(uneven(), bucket_cap_mb=SMALL_BUCKETS)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        optimizer.zero_grad()
+        train_step(model, batch(step, smp.dp_rank()))
+        sum(p.numel() for p in model.parameters())
+        smp.clip_grad_norm(1.0)
+        before = list(said)
+        for _ in range(2):
+            nn.utils.clip_grad_norm_((p for p in model.parameters() if p.requires_grad), 1.0)
+        optimizer.step()
+        if step == 0:
+            untold = before
+    return untold, said
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [(SHARDED, "clips nothing"), ({"pipeline_parallel_degree": 2}, "what one rank holds"), (DDP, None)],
+    ids=["sharded", "stages", "replicas"],
+)
+def test_torchs_clipping_is_told_what_it_misses(pool2: RankPool, config: dict[str, Any], expected: str | None) -> None:
+    (untold, said), other = pool2.run(clipped_by_torch, config={**config, "log_level": "warning"})
+    assert untold == []
+    assert other == ([], [])
+    assert len(said) == (expected is not None)
+    assert all(expected is not None and expected in line and "smp.clip_grad_norm(max_norm)" in line for line in said)
 
 
 def held_buffers() -> tuple[int, int, int]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from torch import nn
 from typing_extensions import Self
 
-from shardwright.engine import placement, weights
+from shardwright.engine import clipping_watch, placement, weights
 from shardwright.engine.part import Part
 from shardwright.engine.sharded_state import ShardedState
 from shardwright.engine.state import state
@@ -36,6 +37,11 @@ class ModuleManners(ForwardingModule):
         if dtype is not None or memory_format is not None:
             super().to(None, dtype, memory_format=memory_format)  # type: ignore[call-overload]
         return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """All parameters, those of other stages as placeholders. Torch's clipping among the callers is told what it misses."""
+        clipping_watch.watch(sharded=self._sharding.is_settled)
+        yield from super().parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those of virtual parameters too."""

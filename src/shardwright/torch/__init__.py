@@ -11,6 +11,7 @@ from shardwright.engine.state import state
 from shardwright.integrations.huggingface import families as _families
 from shardwright.integrations.huggingface import output_capture as _output_capture
 from shardwright.integrations.huggingface import plan as _plan
+from shardwright.integrations.huggingface import trainer as _trainer
 from shardwright.tensor_parallel import registry as _registry
 from shardwright.torch import (
     amp,
@@ -199,3 +200,4 @@ _emulation.begin()
 _output_capture.install()
 _registry.register_finder(_families.find)
 _registry.register_planner(_plan.find)
+_trainer.install()

@@ -35,11 +35,11 @@ class Samples(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
 
-def build(kind):
+def build(kind, dropout):
     torch.manual_seed(0)
     if kind == "gpt2":
         return GPT2LMHeadModel(
-            GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=64, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+            GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=64, n_positions=16, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
         )
     return BertForSequenceClassification(
         BertConfig(
@@ -50,8 +50,8 @@ def build(kind):
             vocab_size=64,
             max_position_embeddings=16,
             num_labels=3,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
         )
     )
 
@@ -60,7 +60,8 @@ def main():
     folder = Path(sys.argv[1])
     options = {name: json.loads(value) for name, _, value in (word.partition("=") for word in sys.argv[2:])}
     kind, marked = options.pop("kind", "gpt2"), options.pop("marked", False)
-    resume, stop = options.pop("resume", None), options.pop("stop", None)
+    resume = options.pop("resume", None)
+    dropout = options.pop("dropout", 0.0)
     arguments = TrainingArguments(
         output_dir=str(folder),
         logging_steps=1,
@@ -70,20 +71,12 @@ def main():
         save_strategy=options.pop("save_strategy", "no"),
         **options,
     )
-    model = build(kind)
+    model = build(kind, dropout)
     if marked:
         import smdistributed.modelparallel.torch as smp
 
         smp.set_tensor_parallelism(model)
     trainer = Trainer(model, arguments, train_dataset=Samples(48, 1, kind), eval_dataset=Samples(21, 2, kind))
-    if stop is not None:
-        from transformers import TrainerCallback
-
-        class Stop(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                control.should_training_stop = state.global_step >= stop
-
-        trainer.add_callback(Stop())
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / resume))
     evaluated = trainer.evaluate()
     predicted = trainer.predict(Samples(13, 3, kind))

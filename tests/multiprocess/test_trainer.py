@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from launched import Launched
 from trainer_script import Samples
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc"),
+    pytest.mark.timeout(900),
+]
 
 SCRIPT = Path(__file__).parents[1] / "trainer_script.py"
 
@@ -49,7 +52,7 @@ def _plain(folder: Path, **options: Any) -> dict[str, Any]:
     words = _words({**LIFE, **options, "use_cpu": True})
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), *words], env=environment, timeout=200, capture_output=True, text=True
+        [sys.executable, str(SCRIPT), str(folder), *words], env=environment, timeout=400, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "results.json").read_text())
@@ -58,7 +61,7 @@ def _plain(folder: Path, **options: Any) -> dict[str, Any]:
 def _launched(folder: Path, launch: tuple[str, ...], **options: Any) -> dict[str, Any]:
     words = _words({**LIFE, **options})
     with Launched(folder, "--emulate-cuda", *launch, str(SCRIPT), str(folder), *words) as job:
-        assert job.finish(200) == 0, job.stderr
+        assert job.finish(400) == 0, job.stderr
     return json.loads((folder / "results.json").read_text())
 
 
@@ -142,6 +145,15 @@ def test_half_precision(tmp_path: Path, plain: dict[str, Any]) -> None:
     # Rounding of activations to half precision, over six steps.
     _check_curve(found, plain, evaluation=False, tolerance=5e-3)
     _check_resume(first, again, launch, found, fp16=True)
+
+
+@pytest.mark.heavy
+def test_dropout_masks_continue(tmp_path: Path) -> None:
+    (first := tmp_path / "first").mkdir()
+    (again := tmp_path / "again").mkdir()
+    launch = (*PIPELINE, "--tp", "2", "--ddp")
+    options = {"dropout": 0.2, "marked": True, **OWN_DATA}
+    _check_resume(first, again, launch, _launched(first, launch, **options), **options)
 
 
 @pytest.mark.heavy

@@ -5,7 +5,7 @@ accelerate, which knows nothing of stages (see `accelerator`), and some of it ha
 
 - 4.57 and 5.x make the optimizer from the bare model, whose parameters are not those that train once modules are replaced.
 - 5.x doesn't make an optimizer at all, and wraps the model a second time to evaluate.
-- Every stage writes the same file of random states.
+- Every stage writes the same file of random states, and nobody that of distributed modules.
 
 Where nothing of this is so, the replacements do what the Trainer's own methods do.
 """
@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 from shardwright import log
 from shardwright.engine.state import state
 from shardwright.import_hooks import when_imported
+from shardwright.tensor_parallel import randomness
 from shardwright.topology import accessors
 
 _log = log.get_logger(__name__)
@@ -42,7 +45,7 @@ def _adapt() -> None:
     trainer = module.Trainer
     _wrap_once(trainer)
     _make_optimizer_of_the_wrapped_model(trainer)
-    _write_random_states_once(trainer)
+    _keep_random_states(trainer)
     log.once(_log, logging.INFO, "transformers.Trainer: data, metrics and clipping follow the model parallel ranks")
 
 
@@ -88,8 +91,8 @@ class _Nothing:
     pass
 
 
-def _write_random_states_once(trainer: Any) -> None:
-    save = trainer._save_rng_state
+def _keep_random_states(trainer: Any) -> None:
+    save, load = trainer._save_rng_state, trainer._load_rng_state
 
     @functools.wraps(save)
     def save_rng_state(self: Any, output_dir: str) -> None:
@@ -97,5 +100,21 @@ def _write_random_states_once(trainer: Any) -> None:
         same_data = accessors.pp_rank() == 0 and (accessors.tp_rank() == 0 or not state.cfg.prescaled_batch)
         if same_data:
             save(self, output_dir)
+        streams = randomness.state()
+        if streams["base"] is not None:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            _streams_file(output_dir).write_text(json.dumps(streams), encoding="utf-8")
+
+    @functools.wraps(load)
+    def load_rng_state(self: Any, checkpoint: str | None) -> None:
+        load(self, checkpoint)
+        if checkpoint is not None and _streams_file(checkpoint).is_file():
+            randomness.set_state(json.loads(_streams_file(checkpoint).read_text(encoding="utf-8")))
 
     trainer._save_rng_state = save_rng_state
+    trainer._load_rng_state = load_rng_state
+
+
+def _streams_file(folder: str) -> Path:
+    """Where this rank keeps the position of the random streams of its distributed modules."""
+    return Path(folder, f"rng_streams_{accessors.rank()}.json")

@@ -18,7 +18,7 @@ CHECKS = Path(__file__).with_name("checks_under_emulation.py")
 def _run(program: list[str], **variables: str) -> str:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
     result = subprocess.run(
-        [sys.executable, *program], env=environment, timeout=100, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *program], env=environment, timeout=280, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert result.returncode == 0, result.stdout
     return result.stdout

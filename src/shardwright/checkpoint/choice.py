@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwright.checkpoint import folder, integrity, layout
+from shardwright.checkpoint import folder, integrity, layout, unlisted
 from shardwright.checkpoint.collective import present_layout
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.storage import Place
@@ -67,8 +67,7 @@ def _newest(root: Place, skipped: dict[str, str]) -> Choice:
         if name in skipped:
             continue
         place = folder.existing(root, name)
-        manifest, problems = integrity.inspect(place)
-        harmful = integrity.harmful(problems)
+        manifest, harmful = _inspected(place)
         if manifest is not None and not harmful:
             if name != first:
                 _log.warning("going on from %s instead of %r, which %r names", place, first, layout.NEWEST)
@@ -80,6 +79,14 @@ def _newest(root: Place, skipped: dict[str, str]) -> Choice:
         f"no complete partial checkpoint in {root}; {layout.NEWEST!r} names {newest!r}; skipped {reasons}",
         remedy="restore the folder from a copy, or give another path",
     )
+
+
+def _inspected(place: Place) -> tuple[Manifest | None, list[integrity.Problem]]:
+    """What is in a folder, and what is wrong with it."""
+    manifest, problems = integrity.inspect(place)
+    if manifest is None and (made := unlisted.described(place)) is not None:
+        return made, []
+    return manifest, integrity.harmful(problems)
 
 
 def _latest_first(root: Place, first: str) -> Iterator[str]:
@@ -98,8 +105,7 @@ def _by_name(root: Place, name: str) -> Choice:
         raise CheckpointNotFoundError(
             f"no partial checkpoint {name!r} in {root}{hint}", remedy=folder.candidates(root)
         )
-    manifest, problems = integrity.inspect(place)
-    harmful = integrity.harmful(problems)
+    manifest, harmful = _inspected(place)
     if manifest is None or harmful:
         raise CheckpointError(
             f"checkpoint {name!r} is incomplete: {shortened(list(map(str, harmful)))}",

@@ -318,7 +318,7 @@ def _verify(chosen: Choice, files: _Files, request: _Request) -> list[integrity.
 
 def _check_names(chosen: Choice, request: _Request) -> None:
     """Compare the whole model with the whole checkpoint, before anything is read."""
-    if not chosen.manifest.has("model"):
+    if not chosen.manifest.has("model") or not chosen.manifest.entries:  # without entries: see `unlisted`
         return
     entries = [entry for entry in chosen.manifest.entries if entry.role == "model" and entry.dtype != OBJECT]
     saved = {entry.name: entry.shape for entry in entries}

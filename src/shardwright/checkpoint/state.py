@@ -241,8 +241,10 @@ def attach_by_name(
     Raises: CheckpointError if the number of groups differs, or (strict) if a group holds other parameters
         than when saved.
     """
-    saved_names: Sequence[str] = saved[PARAM_NAMES]
     saved_groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+    saved_names = saved.get(PARAM_NAMES)
+    if saved_names is None:  # the original's files count on the order
+        saved_names = _by_order(saved_groups, present_groups)
     if len(saved_groups) != len(present_groups):
         raise CheckpointError(
             f"the saved optimizer has {len(saved_groups)} parameter groups, now {len(present_groups)}",
@@ -274,6 +276,16 @@ def attach_by_name(
         groups.append({**options, "params": indices})
     spans = {SPANS: saved[SPANS]} if SPANS in saved else {}
     return {"state": state, "param_groups": groups, **spans}
+
+
+def _by_order(saved: Sequence[Mapping[str, Any]], present: Sequence[Sequence[str]]) -> Sequence[str]:
+    sizes, now = [len(group["params"]) for group in saved], [len(names) for names in present]
+    if sizes != now:
+        raise CheckpointError(
+            f"the saved optimizer names no parameters, and has groups of {sizes} of them, now {now}",
+            remedy="build the optimizer with the same parameter groups, or resume with load_optimizer=False",
+        )
+    return [name for names in present for name in names]
 
 
 def with_half_precision(optimizer: Mapping[str, Any], masters: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,10 +73,13 @@ def draw_example(draw: random.Random) -> Example:
         return Side(layout, draw.choice(kinds))
 
     before = side()
+    after = before if draw.random() < 0.2 else side()
     precision = draw.choice(["", "", "bf16", "fp16"])
+    # sharded parameters of one block are of one dtype
+    may_be_doubled = not precision and "parameters" not in (before.sharding, after.sharding)
     return Example(
-        before, before if draw.random() < 0.2 else side(), draw.random() < 0.65, precision, draw.randint(3, 6),
-        draw.randrange(6, 12), draw.random() < 0.4, not precision and draw.random() < 0.4,
+        before, after, draw.random() < 0.65, precision, draw.randint(3, 6), draw.randrange(6, 12), draw.random() < 0.4,
+        may_be_doubled and draw.random() < 0.5,
     )  # fmt: skip
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import shardwright.torch as smp
 from any_layout import SAVED_AT, STEPS, config, expected, train, wrap
 from harness import RankPool
 from launched import Launched
 from shardwright.checkpoint import background, safe_loading
-from shardwright.errors import CheckpointError, NotBuiltError, UsageError
+from shardwright.checkpoint.storage import steps
+from shardwright.errors import CheckpointError, UsageError
 
 
 def save_and_train_on(path: str) -> list[float]:
@@ -62,6 +64,43 @@ def save_then_wait(path: str) -> list[float]:
     return losses
 
 
+def save_whole_twice(path: str) -> tuple[str, str]:
+    """The same full checkpoint at once and in the background, while training goes on; then one that fails."""
+    made, model, optimizer = wrap("mlp")
+    train(made, model, optimizer, 0, 2)
+    smp.save_checkpoint(path, "now", partial=False, model=model, optimizer=optimizer, user_content={"step": 2})
+    told = {"model": model, "optimizer": optimizer, "user_content": {"step": 2}}
+    smp.save_checkpoint(path, "later", partial=False, blocking=False, **told)
+    train(made, model, optimizer, 2, 4)
+    optimizer.param_groups[0]["lr"] *= 2
+    background.finish()
+
+    def full(operation: str, where: str) -> None:
+        if operation == "write" and "optimizer_later" in where:
+            raise OSError(28, "No space left on device")
+
+    with steps.watched(full):
+        smp.save_checkpoint(path, "later", partial=False, blocking=False, **told)
+        with pytest.raises(CheckpointError) as caught:
+            smp.resume_from_checkpoint(path, partial=False)
+    return str(caught.value), Path(path, "newest").read_text()
+
+
+def test_a_full_checkpoint_in_the_background_is_of_the_call(pool2: RankPool, tmp_path: Path) -> None:
+    for reason, newest in pool2.run(save_whole_twice, str(tmp_path), config=config((2, 1, 1)), timeout_s=120):
+        assert "'later' in the background" in reason
+        assert "No space left" in reason
+        assert newest == "later"
+    names = [f"{kind}{tag}{end}" for kind, end in (("", ""), ("manifest_", ".json"), ("optimizer_", ""), ("user_content_", ""))
+             for tag in ("later", "now")]  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names, "newest"])
+    for kind in ("", "optimizer_", "user_content_"):
+        one, other = (torch.load(tmp_path / f"{kind}{tag}", weights_only=True) for tag in ("now", "later"))
+        assert one.keys() == other.keys()
+        pairs = list(zip(tree_leaves(one), tree_leaves(other), strict=True))
+        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
 def fail_on_rank_one(path: str) -> tuple[str, str]:
     """The disk refuses one rank's second file; the next save says so on both, and then works."""
     made, model, optimizer = wrap("mlp")
@@ -84,8 +123,6 @@ def fail_on_rank_one(path: str) -> tuple[str, str]:
         safe_loading.write_file = real
     newest = Path(path, "newest").read_text()
     smp.save_checkpoint(path, "next", model=model, optimizer=optimizer)
-    with pytest.raises(NotBuiltError, match="full"):
-        smp.save_checkpoint(path, "full", partial=False, model=model, blocking=False)
     return str(caught.value), newest
 
 

@@ -22,7 +22,7 @@ import json
 import platform
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial as partial_of
@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 import shardwright
-from shardwright.checkpoint import integrity, layout, safe_loading, state, storage
+from shardwright.checkpoint import background, integrity, layout, safe_loading, state, storage
 from shardwright.checkpoint.collective import present_layout, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.deferred import Deferred, filled
 from shardwright.checkpoint.layout import Role
@@ -65,19 +66,23 @@ def save(
     *,
     translate: bool,
     trust: bool,
+    blocking: bool = True,
 ) -> None:
     """Write a full checkpoint, and make it the one that `newest` names.
 
     Called by: every rank of the world. Collectives: messages of tensors to world rank 0, which writes them as they come; a
         few small ones. No rank needs memory for more than the largest tensor (of a translation: what one result is made of).
     translate: give tensors the names of the model before modules were replaced.
+    blocking: False returns when all tensors are in host memory of rank 0, which writes while training goes on; what fails then
+        is raised by the next save or resume.
     Raises: the same error on every rank; an earlier checkpoint of that tag is intact then.
     """
     call = f"save_checkpoint of {tag!r}"
     started = time.monotonic()
     save_id = run_on_rank_zero(call, lambda: _prepare(root, tag))
-    job = _Save(root, tag, save_id, trust)
+    job = _Save(root, tag, save_id, trust, blocking)
     try:
+        run_on_rank_zero(call, lambda: job.write_user_content(user_content))
         content: Mapping[str, Any] = {}
         if model is not None:
             content = job.write_model(call, model, translate=translate)
@@ -86,26 +91,33 @@ def save(
             job.write_tensors(call, _optimizer_file(tag), "optimizer", whole.content, whole.send)
         groups = () if optimizer is None else tuple(tuple(names) for names in optimizer.full_group_names())
 
-        def finish() -> int:
-            job.write(_user_content_file(tag), "user_content", {} if user_content is None else user_content)
-            origin = None if model is None else model.origin_record()
-            if origin is not None and translate:
-                origin = {**origin, "renamings": []}
-            return job.publish(_model_entries(tag, content), _ties(content), groups, present_layout(), origin)
-
-        size_bytes = run_on_rank_zero(call, finish)
+        origin = None if model is None else model.origin_record()
+        if origin is not None and translate:
+            origin = {**origin, "renamings": []}
+        described = _model_entries(tag, content), _ties(content), groups, present_layout(), origin
+        if blocking:
+            size_bytes = run_on_rank_zero(call, lambda: job.publish(*described))
     except BaseException:
         if world().rank == 0:
             job.discard()
         raise
-    if rank_zero():
+
+    def tell(size_bytes: int) -> None:
         _log.info("saved %s: %.1f MB in %.1f s", root / tag, size_bytes / 1e6, time.monotonic() - started)
+
+    if not blocking:
+        here = world().rank
+        background.start(call, lambda: tell(job.write_set_aside(*described)) if here == 0 else None)
+    elif rank_zero():
+        tell(size_bytes)
 
 
 class _Save:
     """The files of one save, which are put on the disk under names that nobody reads. World rank 0 writes."""
 
-    def __init__(self, root: Place, tag: str, save_id: str, trust: bool) -> None:
+    def __init__(self, root: Place, tag: str, save_id: str, trust: bool, blocking: bool = True) -> None:
+        self._blocking = blocking
+        self._set_aside: list[Callable[[], None]] = []
         self._root = root
         self._tag = tag
         self._save_id = save_id
@@ -126,8 +138,19 @@ class _Save:
     ) -> None:
         """Write a file of tensors that come one by one. Called by: every rank.
 
-        content: with deferred tensors, which `send` gives.
+        content: with deferred tensors, which `send` gives. What is to be written in the background is only copied.
         """
+        if not self._blocking:
+            kept: list[tuple[Deferred, torch.Tensor]] = []
+
+            def keep(tensor: Deferred, value: torch.Tensor) -> None:
+                kept.append((tensor, background.staging.copy(value, ("full", role, len(kept)))))
+
+            send(keep)
+            if world().rank == 0:
+                copied = tree_map(_own_leaf, content)
+                self._set_aside.append(lambda: self._write_kept(name, role, copied, kept))
+            return
         path = self._temporary(name)
         file = run_everywhere(call, lambda: StreamedTorchFile(path) if world().rank == 0 else None)
         stored: dict[int, Stored] = {}
@@ -147,6 +170,31 @@ class _Save:
         finally:
             if file is not None:
                 file.close()
+
+    def _write_kept(self, name: str, role: Role, content: Any, kept: Sequence[tuple[Deferred, torch.Tensor]]) -> None:
+        """Write a file of tensors that are here. Called by: rank 0."""
+        path = self._temporary(name)
+        file = StreamedTorchFile(path)
+        try:
+            stored = {id(tensor): file.add(value) for tensor, value in kept}
+            self._files[name] = FileRecord(*file.finish(filled(content, stored), name), role, writer=0)
+            safe_loading.check_readable(path, trust=self._trust, name=name)
+        finally:
+            file.close()
+
+    def write_set_aside(self, *described: Any) -> int:
+        """Write what was only copied, and publish; on a thread of rank 0. Returns bytes."""
+        try:
+            for work in self._set_aside:
+                work()
+            return self.publish(*described)
+        except BaseException:
+            self.discard()
+            raise
+
+    def write_user_content(self, content: Any) -> None:
+        """Write what resume gives back, first of all, since it may be refused. Called by: rank 0."""
+        self.write(_user_content_file(self._tag), "user_content", {} if content is None else content)
 
     def write(self, name: str, role: Role, content: Any) -> None:
         """Write a file. Called by: rank 0."""
@@ -204,6 +252,11 @@ class _Save:
 
     def _temporary(self, name: str) -> Place:
         return self._root / layout.saving_folder(name, self._save_id)
+
+
+def _own_leaf(value: Any) -> Any:
+    """A tensor that is in the file besides the deferred ones, as it is now."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) and not isinstance(value, Deferred) else value
 
 
 def _prepare(root: Place, tag: str) -> str:

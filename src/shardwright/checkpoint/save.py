@@ -38,7 +38,7 @@ from shardwright.checkpoint.layout import Layout, Role, StateRole
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, merge_entries
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer, TensorRow
 from shardwright.checkpoint.storage import Place
-from shardwright.errors import CheckpointError, NotBuiltError, UsageError
+from shardwright.errors import CheckpointError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology import rng
 from shardwright.topology.context import world
@@ -102,8 +102,8 @@ def save_checkpoint(
     user_content: what resume gives back, taken from rank 0: plain values, collections, tensors, numpy (see
     `safe_loading`).   num_kept_partial_checkpoints: delete the oldest until so many are left; None: keep all.
     translate_if_full: give a full checkpoint the names that the model had before modules were replaced.
-    blocking: False returns as soon as the values are copied aside, and writes while training goes on; partial
-        checkpoints only. The next save or resume waits for it, and raises what it failed with; so does the end of the
+    blocking: False returns as soon as the values are copied aside (of a full checkpoint: to rank 0), and writes while
+        training goes on. The next save or resume waits for it, and raises what it failed with; so does the end of the
         process, which logs that.
     trust: also accept user content that safe loading refuses.
     Also saved, for every rank: the state of its random generators.
@@ -127,15 +127,11 @@ def save_checkpoint(
     )
     background.finish()
     root = storage.place(where)
-    if not partial and not blocking:
-        raise NotBuiltError(
-            "a full checkpoint can't be written in the background yet",
-            remedy="save a partial one with blocking=False, or this one with blocking=True",
-        )
     if not partial:
         name = layout.check_tag(tag)
         trusted = safe_loading.trusted(trust)
-        full.save(root, name, model, optimizer, user_content, translate=translate_if_full, trust=trusted)
+        how: dict[str, bool] = {"translate": translate_if_full, "trust": trusted, "blocking": blocking}
+        full.save(root, name, model, optimizer, user_content, **how)
         return
     folder = layout.partial_folder(tag)
     retention.check_count(num_kept_partial_checkpoints)

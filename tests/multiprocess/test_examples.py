@@ -1,4 +1,4 @@
-"""Examples and benchmarks run as users start them: with plain `python`, and over two stages."""
+"""Examples and benchmarks run as users start them: with plain `python`, and over several processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from example_ranks import losses_of, run_example
+from harness import RankPool
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHED = ["-m", "shardwright.cli.main", "run", "--nproc", "2", "--pp", "2"]
+STAGES = {"partitions": 2}
+SLICES = {"tensor_parallel_degree": 2, "ddp": True}
 
 
 def _output(*words: str, folder: Path) -> str:
@@ -51,6 +57,37 @@ def test_gpt2_saves_resumes_and_writes_text(launcher: list[str], tmp_path: Path)
     first = (tmp_path / "first").read_text().splitlines()
     assert len(first) == 4
     assert (tmp_path / "second").read_text().splitlines() == first[2:]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[RankPool]:
+    """One process."""
+    with RankPool(1) as pool:
+        yield pool
+
+
+def assert_close(printed: str, wanted: str, tolerance: float) -> None:
+    """The losses of the same steps, up to the rounding of sums in another order."""
+    losses, truth = losses_of(printed), losses_of(wanted)
+    assert losses.keys() == truth.keys()
+    assert truth
+    for step, values in truth.items():
+        assert losses[step][0] == pytest.approx(values[0], rel=tolerance), (step, printed, wanted)
+
+
+def test_trainer_with_steps_in_its_class(alone: RankPool, pool2: RankPool) -> None:
+    """43 sentences in batches of 16 and microbatches of 2: the last batch is uneven."""
+    wanted = run_example(alone, "trainer_class.py")
+    assert len(losses_of(wanted)) == 20
+    assert int(re.findall(r"evaluation: (\d+) of 43 right", wanted)[0]) > 25
+    assert run_example(pool2, "trainer_class.py", layout=STAGES) == wanted
+    assert_close(run_example(pool2, "trainer_class.py", layout=SLICES), wanted, 1e-3)  # 20 steps of AdamW
+
+
+def test_detection_with_objects(alone: RankPool, pool2: RankPool) -> None:
+    wanted = run_example(alone, "detection.py", "--steps", "20")
+    assert len(losses_of(wanted)) == 4
+    assert run_example(pool2, "detection.py", "--steps", "20", layout=STAGES) == wanted
 
 
 @pytest.mark.heavy

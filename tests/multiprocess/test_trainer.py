@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from launched import Launched
+from readme_commands import run_document
 from trainer_script import Samples
 
 pytestmark = [
@@ -166,3 +167,8 @@ def test_a_classifier(tmp_path: Path) -> None:
     found = _launched(other, (*PIPELINE, "--tp", "2", "--ddp", "-o", "prescaled_batch=true"), marked=True, **options)
     _check_curve(found, expected, evaluation=True)
     _check_folder(other, found, AutoModelForSequenceClassification)
+
+
+@pytest.mark.heavy
+def test_the_documented_script() -> None:
+    run_document(Path(__file__).parents[2] / "docs" / "trainer.md")

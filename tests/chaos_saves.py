@@ -257,7 +257,8 @@ class Chain:
         known = self.steps.get((save.sort, victim > 0))
         if not known:  # nothing happens to the first save of each sort
             return save
-        step = draw.choice(sorted(set(known)))
+        what = draw.choice(sorted({step.split()[0] for step in known}))  # the few that rename count as much as the many writes
+        step = draw.choice(sorted(step for step in set(known) if step.split()[0] == what))
         return replace(save, fault="operation", at=(step, draw.randrange(known.count(step))))
 
     def _strike(self, job: Job, save: Save) -> None:

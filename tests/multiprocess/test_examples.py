@@ -8,8 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from example_ranks import losses_of, run_example
 from harness import RankPool
@@ -18,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCHED = ["-m", "shardwright.cli.main", "run", "--nproc", "2", "--pp", "2"]
 STAGES = {"partitions": 2}
 SLICES = {"tensor_parallel_degree": 2, "ddp": True}
+REPLICAS = {"ddp": True}
 
 
 def _output(*words: str, folder: Path) -> str:
@@ -75,6 +79,92 @@ def assert_close(printed: str, wanted: str, tolerance: float) -> None:
         assert losses[step][0] == pytest.approx(values[0], rel=tolerance), (step, printed, wanted)
 
 
+def names_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_image_classifier_with_autocast(alone: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    words = ("--amp", "--steps", "20", "--save")
+    wanted = run_example(alone, "image_classifier.py", *words, f"{tmp_path}/one.pt")
+    assert run_example(pool2, "image_classifier.py", *words, f"{tmp_path}/two.pt", layout=STAGES) == wanted
+    exact = run_example(alone, "image_classifier.py", "--steps", "20")
+    assert losses_of(exact)[20] != losses_of(wanted)[20]
+    assert names_in(tmp_path) == {"one.pt_0", "one.pt_0_0", "two.pt_0", "two.pt_0_0", "two.pt_1", "two.pt_1_0"}
+    whole = torch.load(tmp_path / "one.pt_0")["model_state_dict"]
+    parts = [torch.load(tmp_path / f"two.pt_{rank}")["model_state_dict"] for rank in (0, 1)]
+    assert {**parts[0], **parts[1]}.keys() == whole.keys()
+    assert all(torch.equal(part[name], whole[name]) for part in parts for name in part if name != "_smp_is_partial")
+
+
+def test_image_classifier_over_replicas(pool2: RankPool) -> None:
+    """Each reads pictures of its own; the test pictures are the same, so one accuracy counts."""
+    printed = run_example(pool2, "image_classifier.py", layout=REPLICAS)
+    assert float(re.findall(r"test: loss .*, accuracy ([\d.]+)", printed)[0]) > 0.6
+
+
+def test_bert_keeps_the_newest_files_and_resumes(alone: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    def run(pool: RankPool, folder: str, *words: str, layout: dict[str, Any] | None = None) -> str:
+        common = ("--save-every", "1", "--output-dir", f"{tmp_path}/{folder}")
+        return run_example(pool, "bert_pretrain.py", *common, *words, layout=layout)
+
+    wanted = run(alone, "one", "--steps", "5")
+    assert len(losses_of(wanted)) == 5
+    assert names_in(tmp_path / "one") == {"ckpt_4.pt_0", "ckpt_4.pt_0_0", "ckpt_5.pt_0", "ckpt_5.pt_0_0", "bert_full.pt"}
+    first = run(pool2, "two", "--steps", "3", layout=STAGES)
+    assert names_in(tmp_path / "two") == {
+        "bert_full.pt", *(f"ckpt_{step}.pt_{end}" for step in (2, 3) for end in ("0", "0_0", "1", "1_0")),
+    }  # fmt: skip
+    second = run(pool2, "two", "--steps", "5", "--resume", layout=STAGES)
+    assert losses_of(first) | losses_of(second) == losses_of(wanted)
+    assert min(losses_of(second)) == 4
+    fulls = [torch.load(tmp_path / folder / "bert_full.pt")["model"] for folder in ("one", "two")]
+    assert all(torch.equal(fulls[0][name], fulls[1][name]) for name in fulls[0])
+    plain = BertForPreTraining(
+        BertConfig(
+            vocab_size=64, hidden_size=48, num_hidden_layers=4, num_attention_heads=4, intermediate_size=96,
+            max_position_embeddings=16,
+        )
+    )  # fmt: skip
+    plain.load_state_dict(fulls[1])
+
+
+# The script itself asks for data parallelism.
+GPT2_SLICES = {"tensor_parallel_degree": 2}
+
+
+def gpt2(pool: RankPool, folder: Path, *words: str, layout: dict[str, Any] | None = None) -> str:
+    common = ("--max_steps", "4", "--checkpoint_freq", "1", "--checkpoint_dir", str(folder))
+    return run_example(pool, "gpt2_pretrain.py", *common, *words, layout=layout)
+
+
+def test_gpt2_on_stages_by_hand(alone: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """Losses, files, resuming from a partial checkpoint, and the full one as a plain transformers model."""
+    wanted = gpt2(alone, tmp_path / "one")
+    assert len(losses_of(wanted)) == 4
+    by_hand = ("--manual_partition", "1", "--activation_strategy", "group_2")
+    stopped = gpt2(pool2, tmp_path / "two", *by_hand, "--max_steps", "3", "--save_final_full_model", "0", layout=STAGES)
+    assert (tmp_path / "two/newest").read_text().strip() == "trained_gpt-3.pt_partial"
+    for tag in ("trained_gpt-2.pt_partial", "trained_gpt-3.pt_partial"):
+        assert names_in(tmp_path / "two" / tag) >= {
+            "model_0_0.pt", "model_1_0.pt", "optimizer_0_0.pt", "optimizer_1_0.pt", "user_content.pt", "partition_info.pt",
+        }  # fmt: skip
+    assert not (tmp_path / "two/trained_gpt-1.pt_partial").exists()
+    resumed = gpt2(pool2, tmp_path / "two", *by_hand, "--load_partial", "1", layout=STAGES)
+    assert losses_of(stopped) | losses_of(resumed) == losses_of(wanted)
+    assert min(losses_of(resumed)) == 4
+    fulls = [torch.load(tmp_path / folder / "trained_gpt_full.pt") for folder in ("one", "two")]
+    assert all(torch.equal(fulls[0][name], fulls[1][name]) for name in fulls[0])
+    plain = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=24, n_embd=48, n_layer=5, n_head=4, bos_token_id=0, eos_token_id=0))
+    plain.load_state_dict(fulls[1])
+
+
+def test_gpt2_in_slices(alone: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """Slices sum in another order: losses differ in their last digits."""
+    wanted = gpt2(alone, tmp_path / "one")
+    printed = gpt2(pool2, tmp_path / "two", layout=GPT2_SLICES)
+    assert_close(printed, wanted, 1e-5)
+
+
 def test_trainer_with_steps_in_its_class(alone: RankPool, pool2: RankPool) -> None:
     """43 sentences in batches of 16 and microbatches of 2: the last batch is uneven."""
     wanted = run_example(alone, "trainer_class.py")
@@ -84,10 +174,40 @@ def test_trainer_with_steps_in_its_class(alone: RankPool, pool2: RankPool) -> No
     assert_close(run_example(pool2, "trainer_class.py", layout=SLICES), wanted, 1e-3)  # 20 steps of AdamW
 
 
+def test_client_fp16_optimizer(alone: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """The same steps are skipped, norms are of the whole model, and masters and moments continue."""
+    name = "fp16_optimizer.py"
+    wanted = run_example(alone, name, "--steps", "6")
+    assert "norm -1.0000" in wanted
+    assert run_example(pool2, name, "--steps", "6", layout=STAGES) == wanted
+    for layout in (STAGES, {**REPLICAS, "shard_optimizer_state": True}):
+        folder = tmp_path / str(len(layout))
+        whole = run_example(pool2, name, "--steps", "6", layout=layout)
+        stopped = run_example(pool2, name, "--steps", "4", "--save", f"{folder}/half.pt", layout=layout)
+        rest = run_example(pool2, name, "--first", "4", "--steps", "6", "--load", f"{folder}/half.pt", layout=layout)
+        assert stopped + rest == whole
+        second = "half.pt_1_0_0" if layout is STAGES else "half.pt_0_0_1"
+        assert names_in(folder) == {"half.pt_0_0_0", second}
+
+
+def test_client_fp16_optimizer_in_slices(alone: RankPool, pool2: RankPool) -> None:
+    """Half precision keeps 3 digits, and sums are taken in another order."""
+    wanted = run_example(alone, "fp16_optimizer.py", "--steps", "6")
+    assert_close(run_example(pool2, "fp16_optimizer.py", "--steps", "6", layout=SLICES), wanted, 1e-2)
+
+
 def test_detection_with_objects(alone: RankPool, pool2: RankPool) -> None:
     wanted = run_example(alone, "detection.py", "--steps", "20")
     assert len(losses_of(wanted)) == 4
     assert run_example(pool2, "detection.py", "--steps", "20", layout=STAGES) == wanted
+
+
+@pytest.mark.heavy
+def test_detection_learns(pool2: RankPool) -> None:
+    printed = run_example(pool2, "detection.py", layout=REPLICAS)
+    overlap, right = re.findall(r"test: overlap ([\d.]+), right kinds ([\d.]+)", printed)[0]
+    assert float(overlap) > 0.5
+    assert float(right) > 0.9
 
 
 @pytest.mark.heavy

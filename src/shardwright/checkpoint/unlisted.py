@@ -1,8 +1,8 @@
 """Partial checkpoints without a manifest: folders with the original's file names, written by it or by hand.
 
 Nothing says what is inside, or whether it is whole. So such a folder is taken only if it has exactly the state files of the
-present layout; it loads into that one, each rank from its own files, and names are compared when they are loaded. Saves of
-ours never look like this: a folder gets its name with its manifest.
+present layout; it loads into that one, each rank from its own files, and names are compared when they are loaded. A folder with
+random states is a save of this library that has lost its manifest: nobody knows what else it has lost, so it isn't taken.
 
 Source: the names of api.md 9.5.
 """
@@ -21,6 +21,7 @@ from shardwright.log import get_logger
 
 _log = get_logger(__name__)
 _STATE_FILE = re.compile(r"(model|optimizer|fp16_states)_[0-9_]+\.pt")
+_RANDOM_STATE = re.compile(r"rng_[0-9]+\.pt")
 
 
 def described(place: Place) -> Manifest | None:
@@ -28,12 +29,16 @@ def described(place: Place) -> Manifest | None:
 
     Called by: rank 0.
     """
+    if not place.is_dir():
+        return None
     sizes = storage.of(place).sizes(place)
+    if layout.MANIFEST in sizes or any(map(_RANDOM_STATE.fullmatch, sizes)):
+        return None
     here = present_layout()
     expected = {role: state_files(here, role) for role in ("model", "optimizer", "fp16_states")}
     found = {name for name in sizes if _STATE_FILE.fullmatch(name)}
     roles: list[StateRole] = [role for role, names in expected.items() if names & found]  # type: ignore[misc]
-    if layout.MANIFEST in sizes or "model" not in roles or found != set().union(*(expected[role] for role in roles)):
+    if "model" not in roles or found != set().union(*(expected[role] for role in roles)):
         return None
     files: dict[str, Role] = {name: role for role in roles for name in sorted(expected[role])}
     if sizes.get(layout.USER_CONTENT):  # an empty one is a marker

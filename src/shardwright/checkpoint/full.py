@@ -18,22 +18,18 @@ Source: api.md 9.5 to 9.7, design.md section 6.
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial as partial_of
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 import shardwright
-from shardwright.checkpoint import background, integrity, layout, safe_loading, state, storage
+from shardwright.checkpoint import background, full_files, layout, safe_loading, state, storage
 from shardwright.checkpoint.collective import present_layout, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.deferred import Deferred, filled
 from shardwright.checkpoint.layout import Role
@@ -42,16 +38,13 @@ from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
 from shardwright.checkpoint.storage import Place
 from shardwright.checkpoint.torch_stream import Stored, StreamedTorchFile
 from shardwright.checkpoint.whole import Put, WholeModel, WholeOptimizer
-from shardwright.errors import CheckpointError, CheckpointNotFoundError
+from shardwright.errors import CheckpointError
 from shardwright.log import get_logger, rank_zero
 from shardwright.topology.context import world
 
 _log = get_logger(__name__)
 
 Translate = Callable[[dict[str, Any]], dict[str, Any]]
-
-_HUGGING_FACE = "pytorch_model.bin"
-"""Under this tag transformers resumes, whatever it has saved; see `_hugging_face_file`."""
 
 
 # ------------------------------------------------------------------ saving
@@ -88,7 +81,7 @@ def save(
             content = job.write_model(call, model, translate=translate)
         if optimizer is not None:
             whole = WholeOptimizer(call, optimizer, partitioned=model is None or model.partitioned)
-            job.write_tensors(call, _optimizer_file(tag), "optimizer", whole.content, whole.send)
+            job.write_tensors(call, full_files.optimizer_file(tag), "optimizer", whole.content, whole.send)
         groups = () if optimizer is None else tuple(tuple(names) for names in optimizer.full_group_names())
 
         origin = None if model is None else model.origin_record()
@@ -194,7 +187,7 @@ class _Save:
 
     def write_user_content(self, content: Any) -> None:
         """Write what resume gives back, first of all, since it may be refused. Called by: rank 0."""
-        self.write(_user_content_file(self._tag), "user_content", {} if content is None else content)
+        self.write(full_files.user_content_file(self._tag), "user_content", {} if content is None else content)
 
     def write(self, name: str, role: Role, content: Any) -> None:
         """Write a file. Called by: rank 0."""
@@ -229,16 +222,16 @@ class _Save:
             origin=origin,
         )
         data = manifest.to_bytes()
-        mark = _manifest_file(self._tag)
+        mark = full_files.manifest_file(self._tag)
         store = storage.of(self._root)
         store.put(self._temporary(mark), data)
-        kept = [*self._files, _optimizer_file(self._tag), mark]
+        kept = [*self._files, full_files.optimizer_file(self._tag), mark]
         for name in kept:
             store.keep_as(self._root / name, self._root / (name + layout.PREVIOUS_SUFFIX))
         for name in (*self._files, mark):
             store.move(self._temporary(name), self._root / name)
-        if _optimizer_file(self._tag) not in self._files:
-            (self._root / _optimizer_file(self._tag)).unlink(missing_ok=True)
+        if full_files.optimizer_file(self._tag) not in self._files:
+            (self._root / full_files.optimizer_file(self._tag)).unlink(missing_ok=True)
         store.sync_folder(self._root)
         store.replace_text(self._root / layout.NEWEST, self._tag, unique=self._save_id)
         for name in kept:
@@ -267,9 +260,9 @@ def _prepare(root: Place, tag: str) -> str:
     if (root / tag).is_dir():
         raise CheckpointError(f"{root / tag} is a folder, so no full checkpoint can have that name")
     store.clean_leftovers(root, unique=save_id)
-    names = (tag, _user_content_file(tag), _optimizer_file(tag), _manifest_file(tag))
+    names = (tag, full_files.user_content_file(tag), full_files.optimizer_file(tag), full_files.manifest_file(tag))
     left = [path for name in names if (path := root / (name + layout.PREVIOUS_SUFFIX)).exists()]
-    whole = _whole_set(root, tag, checksums=True) if left else None
+    whole = full_files.whole_set(root, tag, checksums=True) if left else None
     if whole is not None:
         for name, path in whole[1].items():
             if path.name != name:
@@ -298,28 +291,7 @@ def _ties(content: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def _user_content_file(tag: str) -> str:
-    return f"user_content_{tag}"
-
-
-def _optimizer_file(tag: str) -> str:
-    return f"optimizer_{tag}"
-
-
-def _manifest_file(tag: str) -> str:
-    return f"manifest_{tag}.json"
-
-
 # ------------------------------------------------------------------ resuming
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The files of a full checkpoint. model: several if Hugging Face sharded it; None where it has none."""
-
-    model: tuple[Place, ...]
-    optimizer: Place | None
-    user_content: Place | None
 
 
 def resume(
@@ -344,13 +316,13 @@ def resume(
     Raises: as `load.resume_from_checkpoint`, the same error on every rank.
     """
     call = "resume_from_checkpoint(partial=False)"
-    name = run_on_rank_zero(call, lambda: _tag(root, tag))
-    found = run_on_rank_zero(call, lambda: _find(root, name))
+    name = run_on_rank_zero(call, lambda: full_files.chosen_tag(root, tag))
+    found = run_on_rank_zero(call, lambda: full_files.find(root, name))
 
     def read() -> tuple[dict[str, Any], Any, Any]:
         content: dict[str, Any] = {}
         for path in found.model:
-            content.update(read_state_dict(path, trust=trust))
+            content.update(full_files.read_state_dict(path, trust=trust))
         if translate_function is not None:
             content = translate_function(content)
         _tie_again(content, model)
@@ -398,142 +370,6 @@ def _tie_again(content: dict[str, Any], model: CheckpointModel) -> None:
             content.update((name, content[known]) for name in names if name not in content)
 
 
-def _tag(root: Place, tag: str | int | None) -> str:
-    if tag is not None:
-        return layout.check_tag(tag)
-    try:
-        newest = (root / layout.NEWEST).read_text(errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(
-            f"no full checkpoint in {root}: no tag is given and there is no file {layout.NEWEST!r}", remedy=_remedy(root)
-        ) from error
-    return layout.check_tag(newest.removesuffix(layout.PARTIAL_SUFFIX))
-
-
-def tags(root: Place) -> list[str]:
-    """The full checkpoints of a folder that have a manifest."""
-    names = {path.name.removesuffix(layout.PREVIOUS_SUFFIX) for path in root.glob("manifest_*.json*")}
-    return sorted(name[len("manifest_") : -len(".json")] for name in names if name.endswith(".json"))
-
-
-def inspect(
-    root: Place, tag: str, *, checksums: bool
-) -> tuple[Manifest | None, list[integrity.Problem], dict[str, Place]]:
-    """What is wrong with a full checkpoint.
-
-    Returns: its manifest, None if that is unusable; the problems; files that have their second name, for a save of the tag
-        was interrupted.
-    """
-    mark = root / _manifest_file(tag)
-    whole = _whole_set(root, tag, checksums=checksums)
-    if whole is not None:
-        manifest, paths = whole
-        return manifest, [], {name: paths[name] for name in manifest.files if paths[name].name != name}
-    try:
-        manifest = Manifest.from_bytes(mark.read_bytes(), where=str(mark))
-    except (OSError, CheckpointError) as error:
-        return None, [integrity.Problem("manifest", mark.name, str(error))], {}
-    return manifest, integrity.check_files(root, manifest, manifest.files, checksums=checksums), {}
-
-
-def _remedy(root: Place) -> str:
-    """Which full checkpoints a folder holds."""
-    if not root.is_dir():
-        return f"check the path: {root} is not a folder"
-    found = tags(root)
-    if found:
-        return f"tag= one of {', '.join(found)}"
-    partial = sorted(p.name for p in root.glob("*" + layout.PARTIAL_SUFFIX) if p.is_dir())
-    return f"{root} holds partial checkpoints only: {', '.join(partial)}" if partial else f"{root} holds no checkpoint"
-
-
-def _find(root: Place, tag: str) -> _Found:
-    """Rank 0: the files of a tag, verified against their manifest if there is one."""
-    whole = _whole_set(root, tag, checksums=not integrity.checksums_skipped())
-    if whole is not None:
-        manifest, paths = whole
-        by_role = {record.role: paths[name] for name, record in manifest.files.items()}
-        model = (by_role["model"],) if "model" in by_role else ()
-        return _Found(model, by_role.get("optimizer"), by_role.get("user_content"))
-    if any((root / name).exists() for name in _with_previous(_manifest_file(tag))):
-        raise CheckpointError(
-            f"full checkpoint {tag!r} is damaged: its files don't match its manifest",
-            where=str(root / tag),
-            remedy=f"resume from another checkpoint; {_remedy(root)}",
-        )
-    user = root / _user_content_file(tag)
-    return _Found(plain_files(root, tag), None, user if user.is_file() else None)
-
-
-def _with_previous(name: str) -> tuple[str, str]:
-    return name, name + layout.PREVIOUS_SUFFIX
-
-
-def _whole_set(root: Place, tag: str, *, checksums: bool) -> tuple[Manifest, dict[str, Place]] | None:
-    """The manifest of a tag whose files are all there, and where each lies; None if there is none."""
-    for mark in _with_previous(_manifest_file(tag)):
-        try:
-            manifest = Manifest.from_bytes((root / mark).read_bytes(), where=str(root / mark))
-        except (OSError, CheckpointError):
-            continue
-        paths = {name: _matching(root, name, record, checksums) for name, record in manifest.files.items()}
-        whole = {name: path for name, path in paths.items() if path is not None}
-        if len(whole) == len(paths):
-            return manifest, {**whole, _manifest_file(tag): root / mark}
-    return None
-
-
-def _matching(root: Place, name: str, record: FileRecord, checksums: bool) -> Place | None:
-    candidates = [path for path in (root / candidate for candidate in _with_previous(name)) if path.is_file()]
-    for path in candidates:
-        with suppress(OSError):
-            if path.stat().st_size == record.size_bytes and (
-                not (checksums or len(candidates) > 1) or integrity.file_digest(path) == record.digest
-            ):
-                return path
-    return None
-
-
-# ------------------------------------------------------------------ files of others
-
-
-def plain_files(root: Place, tag: str) -> tuple[Place, ...]:
-    """A state dict that somebody else has written."""
-    if (root / tag).is_file():
-        return (root / tag,)
-    if tag == _HUGGING_FACE:
-        for name in ("model.safetensors", "pytorch_model.bin.index.json", "model.safetensors.index.json"):
-            if (root / name).is_file():
-                return _shards(root / name) if name.endswith(".json") else (root / name,)
-    raise CheckpointNotFoundError(f"no full checkpoint {tag!r} in {root}", remedy=_remedy(root))
-
-
-def _shards(index: Place) -> tuple[Place, ...]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index.name} is no index of a Hugging Face model: {error!r}", where=str(index)) from error
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{index.name} names files that are not there: {', '.join(missing)}", where=str(index))
-    return tuple(index.parent / name for name in names)
-
-
-def read_state_dict(path: Place, *, trust: bool) -> dict[str, Any]:
-    """Tensors by name, mapped from the file."""
-    if path.suffix == ".safetensors":
-        from safetensors import torch as safetensors
-
-        content: Any = safetensors.load_file(path) if isinstance(path, Path) else safetensors.load(path.read_bytes())
-    else:
-        content = safe_loading.read_file(path, trust=trust)
-    if not isinstance(content, Mapping):
-        raise CheckpointError(
-            f"{path.name} holds a {type(content).__name__}, expected a state dict: tensors by name", where=str(path)
-        )
-    return dict(content)
-
-
 # ------------------------------------------------------------------ without a job
 
 
@@ -554,15 +390,15 @@ def write_new(
     optimizer: in torch's form with `state.PARAM_NAMES`.   layout_then: what the manifest says of the job.
     Raises: CheckpointError if something of that tag is there; nothing is left then, nor after any other error.
     """
-    for name in (tag, _user_content_file(tag), _optimizer_file(tag), _manifest_file(tag)):
+    for name in (tag, full_files.user_content_file(tag), full_files.optimizer_file(tag), full_files.manifest_file(tag)):
         if (root / name).exists():
             raise CheckpointError(f"{root / name} exists", remedy="give another tag, or another folder")
     job = _Save(root, tag, uuid.uuid4().hex, trust)
     try:
         job.write(tag, "model", model)
         if optimizer is not None:
-            job.write(_optimizer_file(tag), "optimizer", optimizer)
-        job.write(_user_content_file(tag), "user_content", user_content)
+            job.write(full_files.optimizer_file(tag), "optimizer", optimizer)
+        job.write(full_files.user_content_file(tag), "user_content", user_content)
         return job.publish(_model_entries(tag, model), ties, groups, layout_then)
     except BaseException:
         job.discard()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import folder, full, integrity, layout, plan
+from shardwright.checkpoint import folder, full_files, integrity, layout, plan
 from shardwright.checkpoint.manifest import OBJECT, Entry, Manifest
 from shardwright.checkpoint.reader import Reader
 from shardwright.checkpoint.storage import Place
@@ -65,8 +65,8 @@ def checkpoints(root: Place) -> list[Checkpoint]:
     for kept in folder.partial_checkpoints(root):
         manifest, problems = integrity.inspect(folder.existing(root, kept.folder))
         found.append(Checkpoint(root, kept.folder, "partial", manifest, tuple(problems), kept.folder == newest))
-    for tag in full.tags(root):
-        manifest, problems, elsewhere = full.inspect(root, tag, checksums=False)
+    for tag in full_files.tags(root):
+        manifest, problems, elsewhere = full_files.inspect(root, tag, checksums=False)
         found.append(Checkpoint(root, tag, "full", manifest, tuple(problems), tag == newest, elsewhere))
     return sorted(found, key=lambda c: (c.manifest.saved_at_s if c.manifest else 0, c.name))
 
@@ -89,7 +89,7 @@ def verify(checkpoint: Checkpoint) -> list[integrity.Problem]:
     """Read all files and compare them with the manifest. Returns what is wrong, "extra" files included."""
     if checkpoint.kind == "partial":
         return integrity.verify(folder.existing(checkpoint.root, checkpoint.name))
-    return full.inspect(checkpoint.root, checkpoint.name, checksums=True)[1]
+    return full_files.inspect(checkpoint.root, checkpoint.name, checksums=True)[1]
 
 
 def usable_manifest(checkpoint: Checkpoint) -> Manifest:

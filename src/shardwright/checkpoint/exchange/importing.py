@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardwright.checkpoint import full, layout, state, storage
+from shardwright.checkpoint import full, full_files, layout, state, storage
 from shardwright.checkpoint.safe_loading import TRUST_ENV
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
@@ -74,14 +74,14 @@ def _content(source: Path, scratch: Path, *, trust: bool) -> dict[str, Any]:
             )
         return _from_dcp(source, scratch)
     if source.is_dir():
-        found = full.plain_files(source, "pytorch_model.bin")
+        found = full_files.plain_files(source, "pytorch_model.bin")
     elif source.is_file():
         found = (source,)
     else:
         raise CheckpointNotFoundError(f"there is no {source}", remedy="give a file, a DCP folder or a Hugging Face folder")
     content: dict[str, Any] = {}
     for file in found:
-        content.update(full.read_state_dict(file, trust=trust))
+        content.update(full_files.read_state_dict(file, trust=trust))
     return content
 
 
@@ -92,7 +92,7 @@ def _from_dcp(source: Path, scratch: Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted
             dcp_to_torch_save(source, file)
-        return full.read_state_dict(file, trust=True)
+        return full_files.read_state_dict(file, trust=True)
     except CheckpointError:
         raise
     except Exception as error:  # pickle and torch raise anything

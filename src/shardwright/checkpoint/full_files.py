@@ -1,0 +1,179 @@
+"""The files of a full checkpoint: their names, which of them are whole, and those that other programs wrote.
+
+A file has a second name while a save of its tag is under way, see `full`; a manifest is valid with whichever of the two has its
+checksum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint import integrity, layout, safe_loading
+from shardwright.checkpoint.manifest import FileRecord, Manifest
+from shardwright.checkpoint.storage import Place
+from shardwright.errors import CheckpointError, CheckpointNotFoundError
+
+_HUGGING_FACE = "pytorch_model.bin"
+"""Under this tag transformers resumes, whatever it has saved."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of a full checkpoint. model: several if Hugging Face sharded it; None where it has none."""
+
+    model: tuple[Place, ...]
+    optimizer: Place | None
+    user_content: Place | None
+
+
+def user_content_file(tag: str) -> str:
+    return f"user_content_{tag}"
+
+
+def optimizer_file(tag: str) -> str:
+    return f"optimizer_{tag}"
+
+
+def manifest_file(tag: str) -> str:
+    return f"manifest_{tag}.json"
+
+
+def chosen_tag(root: Place, tag: str | int | None) -> str:
+    if tag is not None:
+        return layout.check_tag(tag)
+    try:
+        newest = (root / layout.NEWEST).read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(
+            f"no full checkpoint in {root}: no tag is given and there is no file {layout.NEWEST!r}", remedy=remedy(root)
+        ) from error
+    return layout.check_tag(newest.removesuffix(layout.PARTIAL_SUFFIX))
+
+
+def tags(root: Place) -> list[str]:
+    """The full checkpoints of a folder that have a manifest."""
+    names = {path.name.removesuffix(layout.PREVIOUS_SUFFIX) for path in root.glob("manifest_*.json*")}
+    return sorted(name[len("manifest_") : -len(".json")] for name in names if name.endswith(".json"))
+
+
+def inspect(
+    root: Place, tag: str, *, checksums: bool
+) -> tuple[Manifest | None, list[integrity.Problem], dict[str, Place]]:
+    """What is wrong with a full checkpoint.
+
+    Returns: its manifest, None if that is unusable; the problems; files that have their second name, for a save of the tag
+        was interrupted.
+    """
+    mark = root / manifest_file(tag)
+    whole = whole_set(root, tag, checksums=checksums)
+    if whole is not None:
+        manifest, paths = whole
+        return manifest, [], {name: paths[name] for name in manifest.files if paths[name].name != name}
+    try:
+        manifest = Manifest.from_bytes(mark.read_bytes(), where=str(mark))
+    except (OSError, CheckpointError) as error:
+        return None, [integrity.Problem("manifest", mark.name, str(error))], {}
+    return manifest, integrity.check_files(root, manifest, manifest.files, checksums=checksums), {}
+
+
+def remedy(root: Place) -> str:
+    """Which full checkpoints a folder holds."""
+    if not root.is_dir():
+        return f"check the path: {root} is not a folder"
+    found = tags(root)
+    if found:
+        return f"tag= one of {', '.join(found)}"
+    partial = sorted(p.name for p in root.glob("*" + layout.PARTIAL_SUFFIX) if p.is_dir())
+    return f"{root} holds partial checkpoints only: {', '.join(partial)}" if partial else f"{root} holds no checkpoint"
+
+
+def find(root: Place, tag: str) -> Found:
+    """Rank 0: the files of a tag, verified against their manifest if there is one."""
+    whole = whole_set(root, tag, checksums=not integrity.checksums_skipped())
+    if whole is not None:
+        manifest, paths = whole
+        by_role = {record.role: paths[name] for name, record in manifest.files.items()}
+        model = (by_role["model"],) if "model" in by_role else ()
+        return Found(model, by_role.get("optimizer"), by_role.get("user_content"))
+    if any((root / name).exists() for name in _with_previous(manifest_file(tag))):
+        raise CheckpointError(
+            f"full checkpoint {tag!r} is damaged: its files don't match its manifest",
+            where=str(root / tag),
+            remedy=f"resume from another checkpoint; {remedy(root)}",
+        )
+    user = root / user_content_file(tag)
+    return Found(plain_files(root, tag), None, user if user.is_file() else None)
+
+
+def _with_previous(name: str) -> tuple[str, str]:
+    return name, name + layout.PREVIOUS_SUFFIX
+
+
+def whole_set(root: Place, tag: str, *, checksums: bool) -> tuple[Manifest, dict[str, Place]] | None:
+    """The manifest of a tag whose files are all there, and where each lies; None if there is none."""
+    for mark in _with_previous(manifest_file(tag)):
+        try:
+            manifest = Manifest.from_bytes((root / mark).read_bytes(), where=str(root / mark))
+        except (OSError, CheckpointError):
+            continue
+        paths = {name: _matching(root, name, record, checksums) for name, record in manifest.files.items()}
+        whole = {name: path for name, path in paths.items() if path is not None}
+        if len(whole) == len(paths):
+            return manifest, {**whole, manifest_file(tag): root / mark}
+    return None
+
+
+def _matching(root: Place, name: str, record: FileRecord, checksums: bool) -> Place | None:
+    candidates = [path for path in (root / candidate for candidate in _with_previous(name)) if path.is_file()]
+    for path in candidates:
+        with suppress(OSError):
+            if path.stat().st_size == record.size_bytes and (
+                not (checksums or len(candidates) > 1) or integrity.file_digest(path) == record.digest
+            ):
+                return path
+    return None
+
+
+# ------------------------------------------------------------------ files of others
+
+
+def plain_files(root: Place, tag: str) -> tuple[Place, ...]:
+    """A state dict that somebody else has written."""
+    if (root / tag).is_file():
+        return (root / tag,)
+    if tag == _HUGGING_FACE:
+        for name in ("model.safetensors", "pytorch_model.bin.index.json", "model.safetensors.index.json"):
+            if (root / name).is_file():
+                return _shards(root / name) if name.endswith(".json") else (root / name,)
+    raise CheckpointNotFoundError(f"no full checkpoint {tag!r} in {root}", remedy=remedy(root))
+
+
+def _shards(index: Place) -> tuple[Place, ...]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index.name} is no index of a Hugging Face model: {error!r}", where=str(index)) from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{index.name} names files that are not there: {', '.join(missing)}", where=str(index))
+    return tuple(index.parent / name for name in names)
+
+
+def read_state_dict(path: Place, *, trust: bool) -> dict[str, Any]:
+    """Tensors by name, mapped from the file."""
+    if path.suffix == ".safetensors":
+        from safetensors import torch as safetensors
+
+        content: Any = safetensors.load_file(path) if isinstance(path, Path) else safetensors.load(path.read_bytes())
+    else:
+        content = safe_loading.read_file(path, trust=trust)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path.name} holds a {type(content).__name__}, expected a state dict: tensors by name", where=str(path)
+        )
+    return dict(content)

@@ -44,6 +44,10 @@ def manifest_file(tag: str) -> str:
 
 
 def chosen_tag(root: Place, tag: str | int | None) -> str:
+    """The tag asked for, or without one that of `newest`.
+
+    Raises: CheckpointNotFoundError where there is none; CheckpointError for what can't be a tag.
+    """
     if tag is not None:
         return layout.check_tag(tag)
     try:

@@ -37,7 +37,9 @@ def verify(model: DistributedModel, f: str, rtol: float = 0.0, atol: float = 0.0
     if problems:
         shown = "; ".join(sorted(problems)[:5]) + ("; ..." if len(problems) > 5 else "")
         raise UsageError(
-            f"{len(problems)} of {len(held)} tensors differ from the dump '{f}': {shown}", where=context.world().describe()
+            f"{len(problems)} of {len(held)} tensors differ from the dump '{f}': {shown}",
+            where=context.world().describe(),
+            remedy="compare at the same step and layout, or allow for rounding with rtol and atol",
         )
 
 

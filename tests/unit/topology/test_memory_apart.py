@@ -41,3 +41,18 @@ def test_memory_stays_as_long_as_a_view_does_and_then_goes() -> None:
     assert view.tolist() == [1, 1]
     del view
     assert resident_bytes() - before < 4 * MIB
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_no_holes_between_what_stays() -> None:
+    """The allocator keeps blocks of a size that it has seen before, under anything small that was allocated after them."""
+    torch.empty(6 * MIB).fill_(1)
+    before = resident_bytes()
+    blocks, small = [], []
+    for _ in range(8):
+        blocks.append(empty_apart(3 * MIB, torch.float32, CPU).fill_(1))
+        small.append(torch.ones(1000))
+    assert resident_bytes() - before > 90 * MIB
+    del blocks
+    assert resident_bytes() - before < 20 * MIB
+    assert all(float(t.sum()) == 1000 for t in small)

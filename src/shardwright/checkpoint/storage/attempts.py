@@ -46,7 +46,7 @@ def num_attempts() -> int:
     if not told:
         return _DEFAULT_ATTEMPTS
     if not told.isdecimal() or int(told) < 1:
-        raise CheckpointError(f"{ATTEMPTS_ENV} is {told!r}, expected a whole number of at least 1")
+        raise CheckpointError(f"{ATTEMPTS_ENV} is {told!r}, expected a whole number of at least 1", remedy="unset it for the default")
     return int(told)
 
 

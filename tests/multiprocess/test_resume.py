@@ -21,6 +21,7 @@ import models
 import shardwright.torch as smp
 from engine_ranks import TWO_BY_TWO, TWO_STAGES, same
 from harness import RankPool
+from shardwright.checkpoint import safe_loading
 from shardwright.errors import (
     CheckpointError,
     CommunicationTimeout,
@@ -386,6 +387,44 @@ def other_model(path: str) -> None:
 def test_checkpoint_of_another_model(pool2: RankPool, tmp_path: Path) -> None:
     pool2.run(straight, "dropout", str(tmp_path), config=TWO_STAGES)
     pool2.run(other_model, str(tmp_path), config=TWO_STAGES)
+
+
+def resume_damaged(path: str) -> None:
+    """What a load has overwritten in part is of no use until a whole checkpoint is loaded."""
+    model, optimizer = build("dropout")
+    go(model, optimizer, 0, 2)
+    smp.save_checkpoint(path, "good", model=model, optimizer=optimizer)
+    expected = go(model, optimizer, 2, 2), detached(everything(model, optimizer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safe_loading, "_MIN_BLOCK_BYTES", 256)  # so that the damage isn't in the first block, read on opening
+        smp.save_checkpoint(path, "bad", model=model, optimizer=optimizer)
+    if smp.rank() == 0:
+        file = Path(path, "bad_partial", "optimizer_0_0.pt")
+        file.write_bytes(file.read_bytes().replace(*(v.numpy().tobytes() for v in flipped(optimizer))))
+    smp.barrier()
+    with pytest.raises(CheckpointError, match=r"'bad_partial' is damaged: optimizer_0_0\.pt"):
+        smp.resume_from_checkpoint(path, "bad")
+    unusable = "the state of the model and optimizer was overwritten in part"
+    with pytest.raises(CheckpointError, match=unusable):
+        go(model, optimizer, 4, 1)
+    with pytest.raises(CheckpointError, match=unusable), torch.no_grad():
+        model(ranks.data(4))
+    with pytest.raises(CheckpointError, match=unusable):
+        smp.save_checkpoint(path, "worse", model=model, optimizer=optimizer)
+    smp.resume_from_checkpoint(path)  # "bad" is the newest one, and skipped
+    check((go(model, optimizer, 2, 2), detached(everything(model, optimizer))), expected)
+
+
+def flipped(optimizer: Any) -> tuple[Tensor, Tensor]:
+    """A moment, and the same with another last value."""
+    moment = next(values["exp_avg"] for values in reversed(optimizer.local_state_dict()["state"].values()))
+    other = moment.clone()
+    other.view(-1)[-1] += 1
+    return moment, other
+
+
+def test_half_of_a_damaged_checkpoint_is_never_trained_on(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(resume_damaged, str(tmp_path), config=ranks.TWO_REPLICAS)
 
 
 def call_alone(call: str, path: str) -> tuple[str, float]:

@@ -186,7 +186,8 @@ def _load_chosen(
     content = loaded.pop(files.user_content, None) if files.user_content else None
     random = loaded.pop(_RANDOM, None)
     check = files.check_while_loading
-    reader = Placing(chosen.files, chosen.manifest.files, trust=request.trust, check=check)
+    # Without strict the checkpoint that comes next, after a damaged one, may leave some values as they are.
+    reader = Placing(chosen.files, chosen.manifest.files, trust=request.trust, check=check, in_place=request.strict)
     damage: list[str] = []
 
     def load() -> None:
@@ -361,30 +362,41 @@ def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
 def _load_tensors(chosen: Choice, files: _Files, reader: Placing, request: _Request) -> list[str]:
     """Load into the partitioned model and optimizer: on all ranks, or with an error on all.
 
-    Returns: what is damaged, by rank; nothing was loaded then.
+    Returns: what is damaged, by rank. What was loaded until that was found is of no use: the model refuses to run.
     """
     call = f"{_CALL}, loading {chosen.folder.name!r}"
-    prepared: list[Callable[[], None]] = []
+    planned: list[Callable[[], None]] = []
 
-    def prepare() -> str | None:
-        try:
-            if files.moved:
-                to = chosen, request.model, request.optimizer, reader
-                prepared.append(reshard.plan_load(*to, with_model=chosen.manifest.has("model"), strict=request.strict))
-            else:
-                prepared.append(_plan_own(files, reader, request))
-            reader.check_all()
-        except integrity.Damaged as error:
-            if files.check_while_loading:
-                return error.what
-            raise
-        return None
+    def plan() -> None:
+        if files.moved:
+            to = chosen, request.model, request.optimizer, reader
+            planned.append(reshard.plan_load(*to, with_model=chosen.manifest.has("model"), strict=request.strict))
+        else:
+            planned.append(_plan_own(files, reader, request))
 
-    per_rank = collect(call, prepare)
-    damage = [f"{problem} (rank {rank})" for rank, problem in enumerate(per_rank) if problem is not None]
-    if not damage:
-        run_everywhere(call, prepared[0])
-    return damage
+    def damage_of(work: Callable[[], None]) -> list[str]:
+        def carry_out() -> str | None:
+            try:
+                work()
+            except integrity.Damaged as error:
+                if files.check_while_loading:
+                    return error.what
+                raise
+            return None
+
+        per_rank = collect(call, carry_out)
+        return [f"{problem} (rank {rank})" for rank, problem in enumerate(per_rank) if problem is not None]
+
+    if damage := damage_of(plan):
+        return damage
+    parts: set[StateRole] = {"model"} if request.optimizer is None else {"model", "optimizer"}
+    if request.strict:
+        request.model.load_begins(parts)
+    if damage := damage_of(reader.check_all):
+        return damage
+    run_everywhere(call, planned[0])
+    request.model.load_ends(parts)
+    return []
 
 
 def _plan_own(files: _Files, reader: Placing, request: _Request) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -12,19 +13,23 @@ from shardwright.checkpoint.manifest import FileRecord, KeyPath
 from shardwright.checkpoint.plan import Copy
 from shardwright.checkpoint.reader import Reader, ends_of
 from shardwright.checkpoint.torch_file import TorchFile, Transfer, is_checkable
+from shardwright.topology.host_memory import empty_apart
 
 
 class Placing(Reader):
-    """A reader that first hears of everything that is wanted, and changes nothing before all of it is known to be good.
+    """A reader that first hears of everything that is wanted, and then reads and checks each byte once.
 
     check: compare what is read with the manifest's sums of blocks, where it has some.
+    in_place: live tensors are overwritten while their values are checked; else only when all are known to be good, which
+        takes a second pass over what is for them.
     Protocol: value, placed, fill, ... name what is wanted; check_all; run.
     """
 
-    def __init__(self, folder: Any, records: Mapping[str, FileRecord], *, trust: bool, check: bool) -> None:
+    def __init__(self, folder: Any, records: Mapping[str, FileRecord], *, trust: bool, check: bool, in_place: bool) -> None:
         super().__init__(folder, trust=trust)
         self._records = records
         self._check = check
+        self._in_place = in_place
         self._files: dict[str, TorchFile] = {}
         self._new: set[int] = set()
         self._wanted: dict[str, list[Transfer]] = {}
@@ -43,7 +48,7 @@ class Placing(Reader):
         """Memory for a value: that of the live one if it is a tensor of the same kind, else new."""
         if isinstance(live, Tensor) and (live.shape, live.dtype, live.layout) == (shape, dtype, torch.strided):
             return live.detach()
-        made = torch.empty(tuple(shape), dtype=dtype)
+        made = empty_apart(prod(shape), dtype, torch.device("cpu")).view(tuple(shape))
         self._new.add(made.untyped_storage().data_ptr())
         return made
 
@@ -73,13 +78,13 @@ class Placing(Reader):
             self._want(file, *ends_of(target, offset, copy, self.value(file, copy.source.key)))
 
     def _want(self, file: str, source: Tensor, target: Tensor) -> None:
-        is_new = target.untyped_storage().data_ptr() in self._new
-        self._wanted.setdefault(file, []).append(Transfer(source, target, is_new))
+        at_once = self._in_place or target.untyped_storage().data_ptr() in self._new
+        self._wanted.setdefault(file, []).append(Transfer(source, target, at_once))
 
     def check_all(self) -> None:
-        """Make sure of everything that was asked for; what goes into new memory is read by that.
+        """Make sure of everything that was asked for; what goes into new memory, or all with `in_place`, is read by that.
 
-        Raises: Damaged if bytes aren't those that were saved; nothing that was there before has changed then.
+        Raises: Damaged if bytes aren't those that were saved; without `in_place` nothing live has changed then.
         """
         for file in sorted(self._wanted) if self._check else ():
             self._wanted[file] = self._files[file].check(self._wanted[file])

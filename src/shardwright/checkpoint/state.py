@@ -7,7 +7,7 @@ Names are those of the plain user module, without any prefix of a wrapper.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,6 +97,14 @@ class CheckpointModel(Protocol):
 
         It comes before the post-partition hooks and issues collectives over the world.
         """
+
+    def load_begins(self, parts: Collection[StateRole]) -> None:
+        """From now on the values of these parts ("model", "optimizer") are being overwritten: until `load_ends`, training and
+        saving are refused.
+        """
+
+    def load_ends(self, parts: Collection[StateRole]) -> None:
+        """The values of these parts are all loaded."""
 
     def load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Copy values into this rank's parameters and buffers. state: as `local_state_dict()`, without the

@@ -1,14 +1,13 @@
 """One torch file of a checkpoint: what is in it, and bytes of it straight into the memory of tensors, checked on the way.
 
-torch.load maps the file; where a tensor lies in it follows from where it lies in the mapping. Bytes for new memory are
-read into place and summed while they are in the processor's cache. Bytes for memory that holds something are summed in
-the mapping, which reads them from the disk, and read into place when all are known to be good. What can't be read so (other
-dtype, other device, gaps on either side) is copied from the mapping.
+torch.load maps the file; where a tensor lies in it follows from where it lies in the mapping. Bytes are read into place
+and summed while they are in the processor's cache; those for memory whose values still count are first read aside and
+summed, and read into place when all are known to be good. What can't be read so (other dtype, other device, gaps on either
+side) is copied from the mapping then.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import zipfile
@@ -24,17 +23,20 @@ from shardwright.checkpoint import range_reads, safe_loading
 from shardwright.checkpoint.integrity import Damaged, Problem
 from shardwright.checkpoint.manifest import FileRecord
 
-_STEP_BYTES = 1 << 20
-_AHEAD_BYTES = 32 << 20
+_STEP_BYTES = 1 << 18
+"""Read at once: what stays in a core's second cache until it is summed."""
 _LOCAL_HEADER_BYTES = 30
 
 
 class Transfer(NamedTuple):
-    """Copy `source`, a tensor of a file's content, into `target`, of the same shape. is_new: nobody sees the target yet."""
+    """Copy `source`, a tensor of a file's content, into `target`, of the same shape.
+
+    at_once: what the target holds may be lost before the source is known to be good.
+    """
 
     source: Tensor
     target: Tensor
-    is_new: bool
+    at_once: bool
 
 
 class _Piece(NamedTuple):
@@ -97,15 +99,15 @@ class TorchFile:
         self._check_ranges([(0, first), (last, size)], [])
 
     def check(self, transfers: Sequence[Transfer]) -> list[Transfer]:
-        """Make sure of the bytes of these; read those for new memory. Returns: what is left to fetch.
+        """Make sure of the bytes of these; read those that may be read at once. Returns: what is left to fetch.
 
         Raises: Damaged if some aren't what was written.
         """
         if self._base is None:
             self._check_ranges([(0, self._record.size_bytes)], [])
             return list(transfers)
-        pieces, rest = self._pieces([transfer for transfer in transfers if transfer.is_new])
-        rest += [transfer for transfer in transfers if not transfer.is_new]
+        pieces, rest = self._pieces([transfer for transfer in transfers if transfer.at_once])
+        rest += [transfer for transfer in transfers if not transfer.at_once]
         ranges = sorted(self._range(source) for source, *_ in transfers if source.numel())
         self._check_ranges(ranges, pieces)
         return rest
@@ -151,16 +153,12 @@ class TorchFile:
         touched = dict.fromkeys(
             index for start, stop in ranges for index in range(start // blocks.num_bytes, -(-stop // blocks.num_bytes))
         )
-        try:
-            mapped = memoryview(mmap.mmap(self._file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
-        except ValueError as error:
-            raise Damaged(str(Problem("cut", self._path.name, f"it has less than {size} bytes"))) from error
         digest = xxhash.xxh3_64()
-        first, advised = 0, 0
+        aside = memoryview(bytearray(_STEP_BYTES))
+        first = 0
         for index in touched:
             begin = index * blocks.num_bytes
             end = min(begin + blocks.num_bytes, size)
-            advised = self._read_ahead(max(begin, advised), min(begin + _AHEAD_BYTES, size))
             digest.reset()
             for low in range(begin, end, _STEP_BYTES):
                 high = min(low + _STEP_BYTES, end)
@@ -170,22 +168,16 @@ class TorchFile:
                 while next_piece < len(pieces) and (piece := pieces[next_piece]).start < high:
                     next_piece += 1
                     start, stop = max(piece.start, low), min(piece.stop, high)
-                    digest.update(mapped[position:start])
-                    part = piece.memory[start - piece.start : stop - piece.start]
-                    self._read_into(part, start)
-                    digest.update(part)
+                    self._read_and_sum(digest, aside[: start - position], position)
+                    self._read_and_sum(digest, piece.memory[start - piece.start : stop - piece.start], start)
                     position = stop
-                digest.update(mapped[position:high])
+                self._read_and_sum(digest, aside[: high - position], position)
             if digest.digest() != blocks.digest(index):
                 raise Damaged(str(Problem("flipped", self._path.name, f"bytes {begin} to {end} aren't what was written")))
 
-    def _read_ahead(self, start: int, stop: int) -> int:
-        """Tell the system what will be read; in large steps, since each call costs. Returns up to where it knows."""
-        assert self._file is not None
-        if stop - start < _AHEAD_BYTES // 2 or not hasattr(os, "posix_fadvise"):
-            return start
-        os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
-        return stop
+    def _read_and_sum(self, digest: xxhash.xxh3_64, memory: memoryview, start: int) -> None:
+        self._read_into(memory, start)
+        digest.update(memory)
 
     def _read_into(self, memory: memoryview, start: int) -> None:
         assert self._file is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ def save_checkpoint(
 
     Raises: UsageError if `model` or `optimizer` is not a wrapper, besides what is said there.
     """
+    if state.model is not None:
+        state.model._duties.check_loaded()
     save.save_checkpoint(
         path,
         tag,
@@ -162,6 +164,14 @@ class SavedModel:
     def run_when_partitioned(self, callback: Callable[[], None]) -> None:
         """Run `callback` now, or right after partitioning."""
         self._model.run_when_partitioned(callback)
+
+    def load_begins(self, parts: Collection[str]) -> None:
+        """The values of these parts are being overwritten."""
+        self._model._duties.half_loaded |= set(parts)
+
+    def load_ends(self, parts: Collection[str]) -> None:
+        """They are loaded."""
+        self._model._duties.half_loaded -= set(parts)
 
     def load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Copy values into what this rank holds."""

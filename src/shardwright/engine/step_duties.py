@@ -14,7 +14,7 @@ from shardwright.engine.hooks import HookList
 from shardwright.engine.part import Part
 from shardwright.engine.replicas import Replicas
 from shardwright.engine.ties import ReplicatedTies
-from shardwright.errors import UsageError
+from shardwright.errors import CheckpointError, UsageError
 from shardwright.memory.activation_offload import Offloader
 from shardwright.pipeline.pipeline_step import PipelineSteps
 from shardwright.topology import context
@@ -28,6 +28,8 @@ class StepDuties:
     after_reduction: called when the gradients of a step are where they belong.
     optimizers: the wrapped optimizers.
     offloader: what moves activations to the host and back, if something does.
+
+    half_loaded: "model", "optimizer": what a load has overwritten in part, or is about to.
 
     Loaded replicas: state dicts may be loaded on one replica only (those with rdp_rank() == 0). Replicas tell
     each other at the start of a training step whether anything was loaded since the last one; if so, all take
@@ -64,6 +66,7 @@ class StepDuties:
         self._may_train = True
         self._loaded_model = False
         self._loaded_optimizer = False
+        self.half_loaded: set[str] = set()
 
     # ------------------------------------------------------------------ pipeline.step.Driver
 
@@ -71,6 +74,7 @@ class StepDuties:
         """Before the first microbatch, on every rank."""
         if self._part.gathered:
             raise UsageError("a step was called after model.cpu(), which ended the training of this model")
+        self.check_loaded()
         if not self.first_step_began:
             self.first_step_began = True
             self._before_first_step()
@@ -111,8 +115,17 @@ class StepDuties:
 
     def forward_outside(self) -> None:
         """A forward outside of steps, with one pipeline stage: what a step does at its start."""
+        self.check_loaded()
         self._gradients.forward_outside()
         self._meet_replicas()
+
+    def check_loaded(self) -> None:
+        """Raises: CheckpointError if the last load stopped halfway."""
+        if self.half_loaded:
+            raise CheckpointError(
+                f"the state of the {' and '.join(sorted(self.half_loaded))} was overwritten in part by a load that failed",
+                remedy="load a checkpoint that is whole, or build model and optimizer anew",
+            )
 
     def _meet_replicas(self) -> None:
         """Before a step that may train. Without gradients replicas may make different numbers of steps."""
@@ -165,10 +178,12 @@ class StepDuties:
     def model_loaded(self) -> None:
         """A state dict was loaded into this rank's part of the model."""
         self._loaded_model = True
+        self.half_loaded.discard("model")
 
     def optimizer_loaded(self) -> None:
         """A state dict was loaded into this rank's part of the optimizer."""
         self._loaded_optimizer = True
+        self.half_loaded.discard("optimizer")
 
     def _sync_buffers(self, source: int) -> None:
         if self._broadcast_buffers and (self._gradients.reducers or self._gradients.fully_sharded is not None):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _M_ARENA_MAX = -8  # glibc's malloc.h
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 def share_one_arena() -> None:
@@ -30,11 +31,12 @@ def empty_apart(num_elements: int, dtype: torch.dtype, device: torch.device) -> 
 
     On the CPU its memory isn't the allocator's: it goes back to the system with the last tensor that shares it, and leaves
     no hole between others. New pages cost a fault each, huge ones where there are some (a sixth of the time); so it is not for
-    what a step uses many times.
+    what a step uses many times. Less than a huge page comes from the allocator.
     """
-    if device.type != "cpu" or not num_elements or not hasattr(mmap, "MAP_PRIVATE"):
+    num_bytes = num_elements * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.empty(num_elements, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)

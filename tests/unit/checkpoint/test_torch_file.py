@@ -41,8 +41,8 @@ def write(folder: Path, value: object) -> FileRecord:
     return FileRecord(written.size_bytes, written.digest, "model", 0, written.blocks)
 
 
-def reader_of(folder: Path, record: FileRecord, *, check: bool = True) -> Placing:
-    return Placing(folder, {"f": record}, trust=False, check=check)
+def reader_of(folder: Path, record: FileRecord, *, check: bool = True, in_place: bool = False) -> Placing:
+    return Placing(folder, {"f": record}, trust=False, check=check, in_place=in_place)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -67,12 +67,13 @@ def blank(value: Any) -> Any:
     return {key: blank(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("live", [True, False])
-def test_all_values_arrive(tmp_path: Path, block_bytes: int, check: bool, live: bool) -> None:
+def test_all_values_arrive(tmp_path: Path, block_bytes: int, check: bool, live: bool, in_place: bool) -> None:
     saved = content()
     record = write(tmp_path, saved)
-    reader = reader_of(tmp_path, record, check=check)
+    reader = reader_of(tmp_path, record, check=check, in_place=in_place)
     present = {**blank(saved), "turned": torch.zeros(20, 30).t(), "half": torch.zeros(7, 11)} if live else None
     found = reader.placed("f", reader.value("f", ()), present)
     (tmp_path / "f").unlink()  # what is open stays
@@ -110,23 +111,26 @@ def test_a_cut_file_is_found(tmp_path: Path, change: Callable[[bytes], bytes]) -
         reader_of(tmp_path, record).value("f", ())
 
 
-def test_only_the_blocks_that_are_wanted_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another rank's half holds doesn't matter here; bytes of new memory are read once."""
+@pytest.mark.parametrize("live", [True, False])
+def test_only_the_blocks_that_are_wanted_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    """What another rank's half holds doesn't matter here; what is wanted is read once, the rest of its blocks along."""
     monkeypatch.setattr(safe_loading, "_MIN_BLOCK_BYTES", 4096)
     saved = torch.randn(512, 1024)  # 2 MB
     record = write(tmp_path, {"w": saved})
     data = bytearray((tmp_path / "f").read_bytes())
     data[data.index(saved[400].numpy().tobytes())] ^= 1
     (tmp_path / "f").write_bytes(data)
-    reader = reader_of(tmp_path, record)
+    reader = reader_of(tmp_path, record, in_place=live)
     reads: list[int] = []
-    first = reader.placed("f", reader.value("f", ("w",))[:256])
+    first = reader.placed("f", reader.value("f", ("w",))[:256], torch.zeros(256, 1024) if live else None)
     file = reader._files["f"]
     monkeypatch.setattr(file, "_read_into", lambda m, at, real=file._read_into: (reads.append(m.nbytes), real(m, at)))
     reader.check_all()
     reader.run()
     assert torch.equal(first, saved[:256])
-    assert sum(reads) == first.nbytes
+    assert first.nbytes <= sum(reads) <= first.nbytes + 2 * 4096
     reader.placed("f", reader.value("f", ("w",))[256:])
     with pytest.raises(integrity.Damaged, match="flipped"):
         reader.check_all()

@@ -47,7 +47,7 @@ test-all: $(STAMP) ## Every test, the long matrix included
 
 $(HF4)/.set-up: $(STAMP) Makefile
 	$(BIN)/python -m venv --clear $(HF4)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(HF4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 	$(HF4)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt $(HF4_PACKAGE)
 	touch $@

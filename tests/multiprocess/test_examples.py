@@ -128,8 +128,17 @@ def test_bert_keeps_the_newest_files_and_resumes(alone: RankPool, pool2: RankPoo
     plain.load_state_dict(fulls[1])
 
 
+@pytest.mark.heavy
+def test_bert_over_stages_and_replicas(alone: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    words = ("--steps", "4", "--output-dir", str(tmp_path))
+    wanted = run_example(alone, "bert_pretrain.py", *words)
+    printed = run_example(pool4, "bert_pretrain.py", *words, layout={**STAGES, **REPLICAS})
+    assert_close(printed, wanted, 1e-5)
+
+
 # The script itself asks for data parallelism.
 GPT2_SLICES = {"tensor_parallel_degree": 2}
+GPT2_BOTH = {**STAGES, **GPT2_SLICES}
 
 
 def gpt2(pool: RankPool, folder: Path, *words: str, layout: dict[str, Any] | None = None) -> str:
@@ -159,10 +168,25 @@ def test_gpt2_on_stages_by_hand(alone: RankPool, pool2: RankPool, tmp_path: Path
 
 
 def test_gpt2_in_slices(alone: RankPool, pool2: RankPool, tmp_path: Path) -> None:
-    """Slices sum in another order: losses differ in their last digits."""
+    """Slices sum in another order: losses differ in their last digits. The full file starts another layout."""
     wanted = gpt2(alone, tmp_path / "one")
     printed = gpt2(pool2, tmp_path / "two", layout=GPT2_SLICES)
     assert_close(printed, wanted, 1e-5)
+    from_full = ("--load_full", "1", "--max_steps", "1", "--save_final_full_model", "0")
+    of_slices = gpt2(pool2, tmp_path / "two", *from_full, layout=GPT2_SLICES)
+    again = gpt2(alone, tmp_path / "two", *from_full)
+    assert_close(of_slices, again, 1e-5)
+    assert losses_of(again)[1][0] < losses_of(wanted)[1][0]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("words", [(), ("--fp16", "1"), ("--bf16", "1", "--shard_optimizer_state", "1")], ids=["fp32", "fp16", "bf16"])
+def test_gpt2_on_four_ranks(alone: RankPool, pool4: RankPool, words: tuple[str, ...], tmp_path: Path) -> None:
+    wanted = gpt2(alone, tmp_path / "one", *words)
+    printed = gpt2(pool4, tmp_path / "four", *words, "--manual_partition", "1", layout=GPT2_BOTH)
+    assert_close(printed, wanted, 2e-2 if words else 1e-5)  # half precision rounds every sum to 3 or 2 digits
+    resumed = gpt2(pool4, tmp_path / "four", *words, "--max_steps", "5", "--load_partial", "1", layout=GPT2_BOTH)
+    assert list(losses_of(resumed)) == [5]
 
 
 def test_trainer_with_steps_in_its_class(alone: RankPool, pool2: RankPool) -> None:
@@ -208,6 +232,35 @@ def test_detection_learns(pool2: RankPool) -> None:
     overlap, right = re.findall(r"test: overlap ([\d.]+), right kinds ([\d.]+)", printed)[0]
     assert float(overlap) > 0.5
     assert float(right) > 0.9
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("name", "words"), [("image_classifier.py", ("--amp", "--steps", "20")), ("detection.py", ("--steps", "20"))])
+def test_stages_of_replicas(pool2: RankPool, pool4: RankPool, name: str, words: tuple[str, ...]) -> None:
+    """Replicas read samples of their own, so two replicas in stages are compared with two in one piece."""
+    wanted = run_example(pool2, name, *words, layout=REPLICAS)
+    assert losses_of(wanted)
+    assert run_example(pool4, name, *words, layout={**STAGES, **REPLICAS}) == wanted
+
+
+@pytest.mark.heavy
+def test_trainer_class_on_four_ranks(alone: RankPool, pool4: RankPool) -> None:
+    wanted = run_example(alone, "trainer_class.py")
+    assert_close(run_example(pool4, "trainer_class.py", layout={**STAGES, **SLICES}), wanted, 1e-3)  # 20 steps of AdamW
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("layout", [SLICES, {**REPLICAS, "shard_optimizer_state": True}], ids=["tp2", "sharded"])
+def test_client_fp16_optimizer_on_four_ranks(
+    alone: RankPool, pool4: RankPool, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    name, both = "fp16_optimizer.py", {**STAGES, **layout}
+    whole = run_example(pool4, name, "--steps", "6", layout=both)
+    assert_close(whole, run_example(alone, name, "--steps", "6"), 1e-2)
+    stopped = run_example(pool4, name, "--steps", "4", "--save", f"{tmp_path}/half.pt", layout=both)
+    rest = run_example(pool4, name, "--first", "4", "--steps", "6", "--load", f"{tmp_path}/half.pt", layout=both)
+    assert stopped + rest == whole
+    assert len(names_in(tmp_path)) == 4
 
 
 @pytest.mark.heavy

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
+CUT = -1
 _CONTROL = "/_test/"
 
 
@@ -56,10 +57,9 @@ class S3Server:
     def fail(self, *, times: int = 10**9, status: int = 503, method: str = "", query: str = "", key: str = "") -> None:
         """Answer so many of the coming requests with an error: those of a method, whose query and key hold some text.
 
-        status 0: close the connection without an answer.
+        status 0: close the connection without an answer; CUT: after half of the answer.
         """
-        rule = {"times": times, "status": status, "method": method, "query": query, "key": key}
-        self._call("POST", _CONTROL + "fail", json.dumps(rule).encode())
+        fail_at(f"http://127.0.0.1:{self._port}", times=times, status=status, method=method, query=query, key=key)
 
     def behave(self) -> None:
         """Answer everything again, and forget what was asked."""
@@ -116,6 +116,13 @@ class S3Server:
         return content
 
 
+def fail_at(endpoint: str, **rule: Any) -> None:
+    """`S3Server.fail` from another process, which knows the endpoint only."""
+    whole = {"times": 10**9, "status": 503, "method": "", "query": "", "key": "", **rule}
+    request = urllib.request.Request(endpoint + _CONTROL + "fail", json.dumps(whole).encode(), method="POST")
+    urllib.request.urlopen(request, timeout=30).close()
+
+
 # ------------------------------------------------------------------ the process
 
 
@@ -138,7 +145,7 @@ class _Application:
             "range": environ.get("HTTP_RANGE", ""),
         }
         status = self._failure(note)
-        if status is not None:
+        if status not in (None, CUT):
             note.update(status=status, sent=0)
             with self._lock:
                 self._log.append(note)
@@ -158,9 +165,15 @@ class _Application:
 
         content = list(self._inner(environ, started))
         note.update(status=int(told[0].split()[0]), sent=sum(map(len, content)))
+        if status == CUT:
+            note.update(status=CUT)
         with self._lock:
             self._log.append(note)
-        return content
+        return content if status != CUT else self._half(b"".join(content), environ)
+
+    def _half(self, content: bytes, environ: dict[str, Any]) -> Iterable[bytes]:
+        yield content[: len(content) // 2]
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
 
     def _failure(self, note: dict[str, Any]) -> int | None:
         with self._lock:

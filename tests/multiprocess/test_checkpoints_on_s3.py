@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import checkpoint_ranks as ranks
 import shardwright.torch as smp
 from any_layout import config, train, wrap
 from harness import RankPool
-from s3_server import S3Server
+from s3_server import CUT, S3Server, fail_at
 from shardwright.cli.main import main
 
 TWO_STAGES = {"pipeline_parallel_degree": 2}
@@ -180,6 +183,99 @@ def go_on(url: str, partial: bool) -> list[float]:
     made, model, optimizer = wrap("mlp", seed=1)
     content = smp.resume_from_checkpoint(url, partial=partial)
     return train(made, model, optimizer, content["step"], 4)
+
+
+def wide(seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = smp.DistributedModel(nn.Sequential(*[nn.Linear(600, 600) for _ in range(4)]))
+    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+
+@smp.step
+def wide_step(model: Any, x: Tensor) -> Any:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def wide_losses(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        x = torch.randn(4, 600, generator=torch.Generator().manual_seed(step))
+        losses.append(float(wide_step(model, x).reduce_mean().detach()))
+        optimizer.step()
+    return losses
+
+
+def save_wide(url: str) -> list[float]:
+    model, optimizer = wide(0)
+    wide_losses(model, optimizer, 0, 2)
+    smp.save_checkpoint(url, "mid", partial=False, model=model, optimizer=optimizer)
+    return wide_losses(model, optimizer, 2, 4)
+
+
+def resume_wide(url: str) -> list[float]:
+    model, optimizer = wide(1)
+    smp.resume_from_checkpoint(url, "mid", partial=False)
+    return wide_losses(model, optimizer, 2, 4)
+
+
+def resume_wide_and_lose(url: str) -> list[tuple[str, str]]:
+    """The store answers when the model resumes, but no longer when its tensors are wanted."""
+    model, optimizer = wide(1)
+    smp.resume_from_checkpoint(url, "mid", partial=False)
+    if smp.rank() == 0:
+        fail_at(os.environ["AWS_ENDPOINT_URL"], method="GET", key="/mid")
+    smp.barrier()
+    return [ranks.caught(wide_losses, model, optimizer, 2, 3) for _ in range(2)]
+
+
+def test_of_full_checkpoints_ranks_read_what_they_hold(pool2: RankPool, server: S3Server, prefix: str, url: str) -> None:
+    environment = {**server.environment, "SHARDWRIGHT_SKIP_CHECKSUMS": "1"}
+    straight = pool2.run(save_wide, url, config=config((2, 1, 1)), environment=environment, timeout_s=240)
+    sizes = {name: len(server.get(f"{prefix}/{name}")) for name in ("mid", "optimizer_mid")}
+    slack = 2 * (1 << 20)  # of two ranks, for what tells where tensors are
+    for settings, times in ((config((2, 1, 1)), 1), (config((1, 1, 2), shard_optimizer_state=True), 2)):
+        server.behave()
+        server.fail(method="GET", key="mid", times=3, status=CUT)  # is tried again
+        resumed = pool2.run(resume_wide, url, config=settings, environment=environment, timeout_s=240)
+        assert resumed[0] == pytest.approx(straight[0], rel=1e-5)
+        asked = [r for r in server.requests() if r["status"] != CUT]
+        sent = {name: sum(r["sent"] for r in asked if r["key"] == f"{prefix}/{name}") for name in sizes}
+        assert sizes["mid"] * times <= sent["mid"] <= sizes["mid"] * times + slack
+        assert sizes["optimizer_mid"] <= sent["optimizer_mid"] <= sizes["optimizer_mid"] + slack
+        assert len([r for r in server.requests() if r["status"] == CUT]) == 3
+    environment["SHARDWRIGHT_STORAGE_ATTEMPTS"] = "2"
+    first, second = zip(*pool2.run(resume_wide_and_lose, url, config=config((2, 1, 1)), environment=environment), strict=True)
+    assert "could not read it after 2 attempts" in first[0][1]
+    assert f"{url}/mid" in first[0][1]
+    assert "check the endpoint" in first[1][1]
+    assert all("load" in text for _, text in second), second
+
+
+def save_full(url: str, name: str) -> list[float]:
+    made, model, optimizer = wrap(name)
+    train(made, model, optimizer, 0, 2)
+    smp.save_checkpoint(url, "mid", partial=False, model=model, optimizer=optimizer, user_content={"step": 2})
+    return train(made, model, optimizer, 2, 4)
+
+
+def go_on_full(url: str, name: str) -> list[float]:
+    made, model, optimizer = wrap(name, seed=1)
+    content = smp.resume_from_checkpoint(url, partial=False)
+    return train(made, model, optimizer, content["step"], 4)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_full_checkpoints_of_transformers_in_slices(pool2: RankPool, server: S3Server, url: str, half: bool) -> None:
+    """Names and values are translated both ways: fused and transposed projections."""
+    more = {"bf16": True} if half else {}
+    environment = {"environment": server.environment, "timeout_s": 240}
+    straight = pool2.run(save_full, url, "gpt2", config=config((1, 2, 1), **more), **environment)
+    resumed = pool2.run(go_on_full, url, "gpt2", config=config((1, 2, 1), **more), **environment)
+    assert resumed[0] == pytest.approx(straight[0], rel=2e-2 if half else 1e-5)
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_IN_PLACE = re.compile(r"[a-z]\w*[a-z0-9]_|__setitem__")
+IN_PLACE = re.compile(r"[a-z]\w*[a-z0-9]_|__setitem__")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +49,14 @@ class Deferred(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if _IN_PLACE.fullmatch(name):
+        if IN_PLACE.fullmatch(name):
             raise RuntimeError(f"{name} would change a tensor that isn't here yet")
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, Tensor):
-            return _computed(result, _Origin("", func, args, kwargs or {}))
+            return _computed(cls, result, _Origin("", func, args, kwargs or {}))
         if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
             origins = (_Origin("", func, args, kwargs or {}, index) for index in range(len(result)))
-            return [_computed(item, origin) for item, origin in zip(result, origins, strict=True)]
+            return [_computed(cls, item, origin) for item, origin in zip(result, origins, strict=True)]
         return result
 
     def needs(self) -> frozenset[str]:
@@ -76,9 +76,9 @@ def filled(content: Any, known: Mapping[int, Any]) -> Any:
     return made
 
 
-def _computed(result: Tensor, origin: _Origin) -> Deferred:
+def _computed(cls: type[Deferred], result: Tensor, origin: _Origin) -> Deferred:
     with torch._C.DisableTorchFunctionSubclass():
-        found = result.detach().as_subclass(Deferred)
+        found = result.detach().as_subclass(cls)
     found._origin = origin
     return found
 

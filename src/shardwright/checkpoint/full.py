@@ -29,13 +29,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 import shardwright
-from shardwright.checkpoint import background, full_files, layout, safe_loading, state, storage
-from shardwright.checkpoint.collective import present_layout, run_everywhere, run_on_rank_zero
+from shardwright.checkpoint import background, full_files, layout, safe_loading, state, storage, unread
+from shardwright.checkpoint.collective import collect, present_layout, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.deferred import Deferred, filled
-from shardwright.checkpoint.layout import Role
+from shardwright.checkpoint.layout import Role, StateRole
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, Slice
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
-from shardwright.checkpoint.storage import Place
+from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.checkpoint.torch_stream import Stored, StreamedTorchFile
 from shardwright.checkpoint.whole import Put, WholeModel, WholeOptimizer
 from shardwright.errors import CheckpointError
@@ -324,11 +324,11 @@ def resume(
         for path in found.model:
             content.update(full_files.read_state_dict(path, trust=trust))
         if translate_function is not None:
-            content = translate_function(content)
+            content = _translated(content, translate_function)
         _tie_again(content, model)
         moments = None
         if optimizer is not None and found.optimizer is not None:
-            moments = safe_loading.read_file(found.optimizer, trust=trust)
+            moments = full_files.read_nested(found.optimizer, trust=trust)
         user: Any = {}
         if found.user_content is not None and found.user_content.stat().st_size:
             user = safe_loading.read_file(found.user_content, trust=trust, mmap=False)
@@ -341,22 +341,48 @@ def resume(
             remedy="resume from another checkpoint; strict=False goes on with the present weights",
         )
 
-    def load() -> None:
-        if found.model:
-            model.load_whole(content, strict=strict, translated=translate_function is not None)
-        if moments is not None and optimizer is not None:
-            optimizer.load_whole(moments, strict=strict)
+    failed: list[OSError] = []
+
+    def load() -> bool:
+        try:
+            if found.model:
+                model.load_whole(content, strict=strict, translated=translate_function is not None)
+            if moments is not None and optimizer is not None:
+                optimizer.load_whole(moments, strict=strict)
+        except OSError as error:  # from a store
+            failed.append(error)
+        return bool(failed)
 
     def load_everywhere() -> None:
-        run_everywhere(f"{call}, loading {name!r}", load)
+        parts: set[StateRole] = {"model"} if moments is None else {"model", "optimizer"}
+        if any(collect(f"{call}, loading {name!r}", load)):
+            model.load_begins(parts)  # and will not end
+            run_everywhere(f"{call}, loading {name!r}", lambda: _raise_first(failed))
+        model.load_ends(parts)
 
-    if model.is_delayed:
+    if model.is_delayed or isinstance(root, RemotePath):  # then each rank reads what it holds
         model.run_when_partitioned(load_everywhere)
     else:
         load_everywhere()
     if rank_zero():
         _log.info("resuming from %s", root / name)
     return {} if user is None else user
+
+
+def _raise_first(errors: Sequence[Exception]) -> None:
+    for error in errors:
+        raise error
+
+
+def _translated(content: dict[str, Any], translate: Translate) -> dict[str, Any]:
+    """Without the content of tensors that are in an object store, if the function can do that."""
+    if not any(isinstance(value, unread.Unread) for value in content.values()):
+        return translate(content)
+    try:
+        return translate(content.copy())
+    except Exception as error:
+        _log.info("all tensors are read before translate_function: %s", error)
+        return translate(unread.here(content))
 
 
 def _tie_again(content: dict[str, Any], model: CheckpointModel) -> None:

@@ -10,12 +10,14 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint import integrity, layout, safe_loading
+from torch.utils._pytree import tree_leaves
+
+from shardwright.checkpoint import integrity, layout, range_reads, safe_loading, unread
+from shardwright.checkpoint.exchange import safetensors_files
 from shardwright.checkpoint.manifest import FileRecord, Manifest
-from shardwright.checkpoint.storage import Place
+from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
 _HUGGING_FACE = "pytorch_model.bin"
@@ -168,14 +170,25 @@ def _shards(index: Place) -> tuple[Place, ...]:
     return tuple(index.parent / name for name in names)
 
 
+def read_nested(path: Place, *, trust: bool) -> Any:
+    """The content of a torch file; its tensors are mapped, or in an object store those of `unread`."""
+    content = safe_loading.read_lazily(path, trust=trust)
+    elsewhere = [value for value in tree_leaves(content) if range_reads.is_elsewhere(value)]
+    if not all(map(range_reads.has_place, elsewhere)):  # of the form before torch 1.6
+        return safe_loading.read_file(path, trust=trust)
+    return unread.unread(path, content) if isinstance(path, RemotePath) else content
+
+
 def read_state_dict(path: Place, *, trust: bool) -> dict[str, Any]:
-    """Tensors by name, mapped from the file."""
-    if path.suffix == ".safetensors":
+    """Tensors by name, mapped from the file; from an object store those of `unread`."""
+    if path.suffix != ".safetensors":
+        content = read_nested(path, trust=trust)
+    elif isinstance(path, RemotePath):
+        content = unread.unread(path, safetensors_files.outline(path))
+    else:
         from safetensors import torch as safetensors
 
-        content: Any = safetensors.load_file(path) if isinstance(path, Path) else safetensors.load(path.read_bytes())
-    else:
-        content = safe_loading.read_file(path, trust=trust)
+        content = safetensors.load_file(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path.name} holds a {type(content).__name__}, expected a state dict: tensors by name", where=str(path)

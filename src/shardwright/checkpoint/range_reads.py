@@ -6,7 +6,8 @@ where its bytes lie in the file, and so do views of it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ _REQUEST_BYTES = 1 << 20
 def is_elsewhere(value: Any) -> bool:
     """Is it a tensor whose content is still in the store?"""
     return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+def has_place(value: Tensor) -> bool:
+    """Is it known where in the file the content of such a tensor lies?"""
+    return getattr(value.untyped_storage(), "_checkpoint_offset", None) is not None
 
 
 def fetched(path: RemotePath, value: Any) -> Any:
@@ -47,12 +53,43 @@ def copy(path: Place, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-@torch.no_grad()
 def read_into(path: RemotePath, target: Tensor, view: Tensor) -> None:
-    """Copy the content of a tensor, or of a view of one, whose content is still in the store.
+    """Copy the content of a tensor, or of a view of one, whose content is still in the store."""
+    read_all(path, [(target, view)])
 
-    Reads each wanted byte once, and what lies between where that is cheaper than asking again.
+
+@torch.no_grad()
+def read_all(path: RemotePath, wanted: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the content of views of a file's tensors, each into its target, in the order of the file.
+
+    Reads each byte once, also where several views share it (but for the edges of views larger than what is held), and what
+    lies between wanted bytes where that is cheaper than asking again. Several requests at a time.
     """
+    pieces = sorted((p for pair in wanted for p in _pieces(path, *pair)), key=lambda piece: (piece.start, piece.stop))
+    batch: list[_Piece] = []
+    end = size = 0
+    for piece in pieces:
+        more = piece.stop - (end if piece.start - end < _REQUEST_BYTES else piece.start)
+        is_shared = end - piece.start > (piece.stop - piece.start) // 2
+        if batch and size + more > _EXTENT_BYTES and not is_shared:
+            _read_batch(path, batch)
+            batch, size, more = [], 0, piece.stop - piece.start
+        batch.append(piece)
+        end, size = max(end, piece.stop), size + max(0, more)
+    _read_batch(path, batch)
+
+
+class _Piece(NamedTuple):
+    """Bytes [start, stop) of a file, in which a view lies that belongs into the target."""
+
+    start: int
+    stop: int
+    target: Tensor
+    view: Tensor
+
+
+def _pieces(path: RemotePath, target: Tensor, view: Tensor) -> Iterator[_Piece]:
+    """A view in parts, none of which is too large, or has much between its bytes."""
     if not view.numel():
         return
     wanted = view.numel() * view.element_size()
@@ -61,14 +98,38 @@ def read_into(path: RemotePath, target: Tensor, view: Tensor) -> None:
     if dim is not None and extent > _EXTENT_BYTES:
         half = view.shape[dim] // 2
         for start, length in ((0, half), (half, view.shape[dim] - half)):
-            read_into(path, target.narrow(dim, start, length), view.narrow(dim, start, length))
+            yield from _pieces(path, target.narrow(dim, start, length), view.narrow(dim, start, length))
     elif dim is not None and extent - wanted > view.shape[dim] * _REQUEST_BYTES:
         for number in range(view.shape[dim]):
-            read_into(path, target.select(dim, number), view.select(dim, number))
+            yield from _pieces(path, target.select(dim, number), view.select(dim, number))
     else:
         start = _begin(path, view)
-        data = bytearray(path.read_range(start, start + extent))
-        target.copy_(torch.frombuffer(data, dtype=view.dtype).as_strided(view.shape, view.stride()))
+        yield _Piece(start, start + extent, target, view)
+
+
+def _runs(pieces: Iterable[_Piece]) -> list[tuple[int, int]]:
+    """What to read for pieces, which are in order."""
+    runs: list[tuple[int, int]] = []
+    for piece in pieces:
+        if runs and piece.start - runs[-1][1] < _REQUEST_BYTES:
+            runs[-1] = runs[-1][0], max(runs[-1][1], piece.stop)
+        else:
+            runs.append((piece.start, piece.stop))
+    return runs
+
+
+def _read_batch(path: RemotePath, pieces: list[_Piece]) -> None:
+    runs = _runs(pieces)
+    found = zip(runs, path.read_ranges(runs), strict=True)
+    (start, stop), data = next(found, ((0, 0), b""))
+    for piece in pieces:
+        while piece.start >= stop:
+            (start, stop), data = next(found)
+        size = piece.view.element_size()
+        part = torch.frombuffer(data, dtype=torch.uint8, count=piece.stop - piece.start, offset=piece.start - start)
+        if part.data_ptr() % size:
+            part = part.clone()
+        piece.target.copy_(part.view(piece.view.dtype).as_strided(piece.view.shape, piece.view.stride()))
 
 
 def _extent(view: Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwright.checkpoint import unread
 from shardwright.checkpoint.state import PARTIAL_MARK, SPANS
 from shardwright.engine import optimizer_state, piece_state
 from shardwright.engine.collective_calls import collective_call
@@ -398,7 +399,7 @@ class WrappedOptimizer(PieceHolder):
             return
         if SPANS in content:
             piece_state.check_spans(content[SPANS], self._spans())
-            self._load_local(content if keep else optimizer_state.owned(content))
+            self._load_local(unread.here(content if keep else optimizer_state.owned(content)))
             return
         states: dict[int, Any] = content["state"]
         pieces = self._held_pieces()
@@ -406,7 +407,7 @@ class WrappedOptimizer(PieceHolder):
             i: piece_state.cut(values, piece) if piece is not None else values if keep else optimizer_state.owned(values)
             for i, values, piece in ((i, values, pieces[i]) for i, values in states.items())
         }
-        self._load_local({**content, "state": own})
+        self._load_local(unread.here({**content, "state": own}))
 
     def _load_local(self, content: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups. Group dicts stay the same

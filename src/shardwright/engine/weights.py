@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.state import PARTIAL_MARK
+from shardwright.checkpoint.unread import landing_together
 from shardwright.data_parallel import shards
 from shardwright.engine.collective_calls import collective_call
 from shardwright.engine.part import Part
@@ -91,7 +93,8 @@ def load(
     Raises: RuntimeError listing them if strict, and tensors of another size in any case.
     """
     if part.is_complete:
-        keys: Keys = part.module.load_state_dict(content, strict=strict)
+        with landing_together() if _loads_plainly(part.module) else nullcontext():
+            keys: Keys = part.module.load_state_dict(content, strict=strict)
         return keys
     missing = sorted(set(expected) - content.keys())
     unexpected = sorted(content.keys() - set(expected))
@@ -112,7 +115,7 @@ def load(
     if problems:
         name = type(part.module).__name__
         raise RuntimeError(f"Error(s) in loading state_dict for {name}: {'; '.join(problems)}")
-    with torch.no_grad():
+    with torch.no_grad(), landing_together():
         for name, target in here.items():
             if name not in content:
                 continue
@@ -124,6 +127,12 @@ def load(
             else:
                 part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(content[name])
     return Keys(missing, unexpected)
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Does nothing in it look at values while they are loaded?"""
+    plain = nn.Module._load_from_state_dict
+    return all(type(m)._load_from_state_dict is plain and not m._load_state_dict_post_hooks for m in module.modules())
 
 
 def _size(value: Any) -> str:

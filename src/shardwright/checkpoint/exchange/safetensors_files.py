@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import storage
+from shardwright.checkpoint.storage import RemotePath
 from shardwright.checkpoint.torch_stream import row_major_bytes
 from shardwright.errors import CheckpointError
 
@@ -28,6 +29,10 @@ _DTYPES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
+
+
+_MOST_HEADER_BYTES = 100 << 20
+"""What the format allows."""
 
 
 class SafetensorsFiles:
@@ -95,6 +100,29 @@ class SafetensorsFiles:
         for file in self._files:
             with suppress(OSError):
                 file.close()
+
+
+def outline(path: RemotePath) -> dict[str, Tensor]:
+    """The tensors of a file in an object store, without their content; `range_reads` finds it.
+
+    Raises: CheckpointError if it is no safetensors file.
+    """
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+    made: dict[str, Tensor] = {}
+    try:
+        first = 8 + int.from_bytes(path.read_range(0, 8), "little")
+        header = json.loads(path.read_range(8, min(first, _MOST_HEADER_BYTES)))
+        header.pop("__metadata__", None)
+        for name, told in header.items():
+            tensor = torch.empty(told["shape"], dtype=dtypes[told["dtype"]], device="meta")
+            start, stop = told["data_offsets"]
+            if stop - start != _bytes_of(tensor):
+                raise ValueError(f"{name!r} has {stop - start} bytes, expected {_bytes_of(tensor)}")
+            tensor.untyped_storage()._checkpoint_offset = first + start  # type: ignore[attr-defined]
+            made[name] = tensor
+    except (ValueError, KeyError, TypeError, EOFError) as error:
+        raise CheckpointError(f"{path.name} is no safetensors file: {error!r}", where=str(path)) from error
+    return made
 
 
 def _filled(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterable[list[str]]:

@@ -6,7 +6,7 @@ import datetime
 import fnmatch
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -16,8 +16,8 @@ from shardwright.errors import CheckpointError
 PART_BYTES = 8 << 20
 """Longer reads are requests for parts of this size, some at a time."""
 _NUM_PARTS = 8
-_BLOCK_BYTES = 256 << 10
-_NUM_BLOCKS = 8
+_BLOCK_BYTES = 16 << 10
+_NUM_BLOCKS = 32
 _LOCAL = ("file", "local")
 
 
@@ -149,15 +149,23 @@ class RemotePath:
 
     def read_range(self, start: int, stop: int) -> bytes:
         """Some bytes of the content: [start, stop)."""
-        if stop <= start:
-            return b""
-        parts = [(at, min(at + PART_BYTES, stop)) for at in range(start, stop, PART_BYTES)]
-        found = b"".join(
-            part for first in range(0, len(parts), _NUM_PARTS) for part in self._parts(parts[first : first + _NUM_PARTS])
-        )
-        if len(found) != stop - start:
-            raise EOFError(f"{self} ends at {start + len(found)}, expected at least {stop} bytes")
-        return found
+        return bytes(self.read_ranges([(start, stop)])[0])
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
+        """The same of several ranges; some requests at a time. Raises: EOFError if the content ends before."""
+        parts = [(at, min(at + PART_BYTES, stop)) for start, stop in ranges for at in range(start, stop, PART_BYTES)]
+        batches = (parts[first : first + _NUM_PARTS] for first in range(0, len(parts), _NUM_PARTS))
+        found = (part for batch in batches for part in self._parts(batch))
+        made = []
+        for start, stop in ranges:
+            data = bytearray(max(0, stop - start))
+            for at in range(start, stop, PART_BYTES):
+                part = next(found)
+                if len(part) != min(at + PART_BYTES, stop) - at:
+                    raise EOFError(f"{self} ends at {at + len(part)}, expected at least {stop} bytes")
+                data[at - start : at - start + len(part)] = part
+            made.append(data)
+        return made
 
     def read_text(self, errors: str = "strict") -> str:
         """The whole content as UTF-8."""

@@ -27,11 +27,13 @@ class Samples(torch.utils.data.Dataset):
         self.labels = self.ids.clone() if kind == "gpt2" else self.ids.sum(1) % 3
         if kind == "gpt2":
             self.labels[:, 0] = -100  # has no prediction; the plain Trainer would count it
+        self.asked = []  # indices in the order in which they were read
 
     def __len__(self):
         return len(self.ids)
 
     def __getitem__(self, index):
+        self.asked.append(index)
         return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
 
@@ -76,7 +78,8 @@ def main():
         import smdistributed.modelparallel.torch as smp
 
         smp.set_tensor_parallelism(model)
-    trainer = Trainer(model, arguments, train_dataset=Samples(48, 1, kind), eval_dataset=Samples(21, 2, kind))
+    samples = Samples(48, 1, kind)
+    trainer = Trainer(model, arguments, train_dataset=samples, eval_dataset=Samples(21, 2, kind))
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / resume))
     evaluated = trainer.evaluate()
     predicted = trainer.predict(Samples(13, 3, kind))
@@ -89,6 +92,7 @@ def main():
             "eval_log": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
             "predictions": predicted.predictions.tolist(),
             "best": trainer.state.best_model_checkpoint,
+            "asked": samples.asked,
         }  # fmt: skip
         (folder / "results.json").write_text(json.dumps(results))
 

@@ -91,7 +91,7 @@ def test_a_full_checkpoint_in_the_background_is_of_the_call(pool2: RankPool, tmp
         assert "'later' in the background" in reason
         assert "No space left" in reason
         assert newest == "later"
-    names = [f"{kind}{tag}{end}" for kind, end in (("", ""), ("manifest_", ".json"), ("optimizer_", ""), ("user_content_", ""))
+    names = [f"{kind}{tag}{end}" for kind, end in (("", ""), ("manifest_", ".json"), ("optimizer_", ""), ("rng_", ""), ("user_content_", ""))
              for tag in ("later", "now")]  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names, "newest"])
     for kind in ("", "optimizer_", "user_content_"):

@@ -303,7 +303,7 @@ def test_partial_and_full_from_stages_into_replicas_and_the_command_line(
         )
         assert resumed[0] == pytest.approx(straight[0], rel=1e-5)
     full = [name for name in names(server, prefix) if name.startswith("full/")]
-    assert full == ["full/" + name for name in ("manifest_mid.json", "mid", "newest", "optimizer_mid", "user_content_mid")]
+    assert full == ["full/" + name for name in ("manifest_mid.json", "mid", "newest", "optimizer_mid", "rng_mid", "user_content_mid")]
     assert [name for name in names(server, prefix) if name.startswith("files/")] == ["files/mine_0", "files/mine_1"]
 
     for name, value in server.environment.items():

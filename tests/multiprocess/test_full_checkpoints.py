@@ -162,7 +162,7 @@ def save_at_once(path: str, tag: str = "only", **options: Any) -> None:
 
 def test_files_and_their_names(pool2: RankPool, tmp_path: Path) -> None:
     pool2.run(save_at_once, str(tmp_path), config=config((2, 1, 1)))
-    assert sorted(os.listdir(tmp_path)) == ["manifest_only.json", "newest", "only", "optimizer_only", "user_content_only"]
+    assert sorted(os.listdir(tmp_path)) == ["manifest_only.json", "newest", "only", "optimizer_only", "rng_only", "user_content_only"]
     assert (tmp_path / "newest").read_text() == "only"
     content = torch.load(tmp_path / "only")
     assert content.keys() == models.make("mlp").model.state_dict().keys()
@@ -284,7 +284,7 @@ def save_on_a_full_disk(path: str) -> list[str]:
 def test_a_full_disk_while_tensors_come_and_a_translation_that_needs_them_all(pool2: RankPool, tmp_path: Path) -> None:
     for reason, *left in pool2.run(save_on_a_full_disk, str(tmp_path), config=config((2, 1, 1))):
         assert "No space left" in reason
-        assert left == ["loud", "manifest_loud.json", "newest", "user_content_loud"]
+        assert left == ["loud", "manifest_loud.json", "newest", "rng_loud", "user_content_loud"]
     want = models.make("mlp").model.state_dict()
     found = torch.load(tmp_path / "loud")
     assert all(torch.equal(found[name.upper()], tensor) for name, tensor in want.items())

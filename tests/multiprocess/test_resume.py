@@ -31,6 +31,7 @@ from shardwright.errors import (
     UsageError,
 )
 
+TWO_REPLICAS = {"microbatches": 2, "ddp": True, "log_level": "warning"}
 ONE = {"microbatches": 2, "log_level": "warning"}
 
 
@@ -289,8 +290,39 @@ def test_buffers_of_full_checkpoints(pool4: RankPool, tmp_path: Path) -> None:
     assert [int(saved[f"blocks.{i}.count"]) for i in range(4)] == [4] * 4  # two steps of two microbatches
     again = pool4.run(resumed, "buffers", str(tmp_path), False, config=TWO_BY_TWO)
     for one, other in zip(whole, again, strict=True):
-        assert same(one[0][0::6], other[0][0::6])  # the losses; random streams are the script's own business here
-        assert same(one[1], other[1])
+        check(one, other)
+
+
+def test_full_checkpoints_go_on_with_their_random_state(pool2: RankPool, tmp_path: Path) -> None:
+    """Dropout, and a partition that the model would not get by itself; and the rules of partial checkpoints for the rest."""
+    path = str(tmp_path)
+    whole = pool2.run(straight, "dropout", path, False, config=TWO_STAGES)
+    again = pool2.run(resumed, "dropout", path, False, config=TWO_STAGES)
+    for one, other in zip(whole, again, strict=True):
+        check(one, other)
+    first, second = pool2.run(drawn_after_resume, path, config=TWO_STAGES)
+    assert first != second
+    assert pool2.run(drawn_after_resume, path, config=TWO_REPLICAS) == [first, first]  # a new replica is like the only one
+    (tmp_path / "rng_two").write_bytes(b"damaged")
+    assert all(pool2.run(untouched_streams, path, config=TWO_STAGES))
+
+
+def drawn_after_resume(path: str, **options: Any) -> list[float]:
+    """What each generator gives then."""
+    build("dropout")
+    smp.resume_from_checkpoint(path, partial=False, **options)
+    return [random.random(), float(np.random.rand()), float(torch.rand(1))]
+
+
+def untouched_streams(path: str) -> bool:
+    """Does a resume with a damaged random state fail, and, if it isn't strict, leave the streams as they are?"""
+    build("dropout")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        smp.resume_from_checkpoint(path, partial=False)
+    random.seed(3)
+    expected = random.Random(3).random()
+    smp.resume_from_checkpoint(path, partial=False, strict=False)
+    return random.random() == expected
 
 
 @pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if not v.changes])

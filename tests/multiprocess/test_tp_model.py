@@ -366,18 +366,18 @@ def _uninterrupted(steps: int) -> list[Tensor]:
     return train(*with_optimizer(dropout=0.1), range(steps))
 
 
-def _save_at_two(folder: str) -> list[Tensor]:
+def _save_at_two(folder: str, partial: bool = True) -> list[Tensor]:
     torch.manual_seed(11 + smp.rank())
     model, optimizer = with_optimizer(dropout=0.1)
     losses = train(model, optimizer, range(2))
-    smp.save_checkpoint(folder, tag="two", model=model, optimizer=optimizer)
+    smp.save_checkpoint(folder, tag="two", partial=partial, model=model, optimizer=optimizer)
     return losses
 
 
-def _go_on(folder: str) -> list[Tensor]:
+def _go_on(folder: str, partial: bool = True) -> list[Tensor]:
     torch.manual_seed(99)
     model, optimizer = with_optimizer(dropout=0.1, seed=7)
-    smp.resume_from_checkpoint(folder)
+    smp.resume_from_checkpoint(folder, partial=partial)
     return train(model, optimizer, range(2, 4))
 
 
@@ -391,6 +391,9 @@ def test_resuming_goes_on_bit_for_bit(layout: str, request: pytest.FixtureReques
     rest = pool.run(_go_on, str(tmp_path), config=config)
     for a, b, c in zip(whole, first, rest, strict=True):
         assert torch.equal(torch.stack(a), torch.stack(b + c))
+    pool.run(_save_at_two, str(tmp_path), False, config=config)
+    again = pool.run(_go_on, str(tmp_path), False, config=config)
+    assert all(torch.equal(torch.stack(b), torch.stack(c)) for b, c in zip(rest, again, strict=True)), "full, too"
     files = {path.name for path in (tmp_path / "two_partial").iterdir()}
     assert {"model_0_0.pt", "model_0_1.pt", "optimizer_0_0.pt", "optimizer_0_1.pt"} <= files
 

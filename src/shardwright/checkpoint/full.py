@@ -4,6 +4,7 @@
       {tag}                   torch.save of the state dict itself
       user_content_{tag}      what resume gives back
       optimizer_{tag}         the whole optimizer state, if an optimizer was given
+      rng_{tag}               the random state of every rank, in rank order
       manifest_{tag}.json     written last: the commit mark
       newest                  the tag
 
@@ -29,7 +30,17 @@ import torch
 from torch.utils._pytree import tree_map
 
 import shardwright
-from shardwright.checkpoint import background, full_files, layout, safe_loading, state, storage, unread
+from shardwright.checkpoint import (
+    background,
+    full_files,
+    layout,
+    random_state,
+    resumed_streams,
+    safe_loading,
+    state,
+    storage,
+    unread,
+)
 from shardwright.checkpoint.collective import collect, present_layout, run_everywhere, run_on_rank_zero
 from shardwright.checkpoint.deferred import Deferred, filled
 from shardwright.checkpoint.layout import Role, StateRole
@@ -38,8 +49,9 @@ from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
 from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.checkpoint.torch_stream import Stored, StreamedTorchFile
 from shardwright.checkpoint.whole import Put, WholeModel, WholeOptimizer
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, PartitionError
 from shardwright.log import get_logger, rank_zero
+from shardwright.topology import rng
 from shardwright.topology.context import world
 
 _log = get_logger(__name__)
@@ -72,10 +84,13 @@ def save(
     """
     call = f"save_checkpoint of {tag!r}"
     started = time.monotonic()
+    position = {} if model is None else model.random_position()
+    random_states = collect(call, lambda: random_state.pack(rng.capture(), position))
     save_id = run_on_rank_zero(call, lambda: _prepare(root, tag))
     job = _Save(root, tag, save_id, trust, blocking)
     try:
         run_on_rank_zero(call, lambda: job.write_user_content(user_content))
+        run_on_rank_zero(call, lambda: job.write(full_files.random_state_file(tag), "rng", random_states))
         content: Mapping[str, Any] = {}
         if model is not None:
             content = job.write_model(call, model, translate=translate)
@@ -87,7 +102,8 @@ def save(
         origin = None if model is None else model.origin_record()
         if origin is not None and translate:
             origin = {**origin, "renamings": []}
-        described = _model_entries(tag, content), _ties(content), groups, present_layout(), origin
+        partition = None if model is None else model.partition_record()
+        described = _model_entries(tag, content), _ties(content), groups, present_layout(), origin, partition
         if blocking:
             size_bytes = run_on_rank_zero(call, lambda: job.publish(*described))
     except BaseException:
@@ -202,6 +218,7 @@ class _Save:
         groups: tuple[tuple[str, ...], ...],
         layout_then: layout.Layout,
         origin: Mapping[str, Any] | None = None,
+        partition: Mapping[str, Any] | None = None,
     ) -> int:
         """Give the files their names, the manifest last, and move `newest`. Called by: rank 0. Returns bytes."""
         manifest = Manifest(
@@ -216,6 +233,7 @@ class _Save:
             },
             files=self._files,
             entries=entries,
+            partition=partition,
             ties=ties,
             param_groups=groups,
             kind="full",
@@ -225,13 +243,14 @@ class _Save:
         mark = full_files.manifest_file(self._tag)
         store = storage.of(self._root)
         store.put(self._temporary(mark), data)
-        kept = [*self._files, full_files.optimizer_file(self._tag), mark]
+        kept = [*self._files, *(name for name in full_files.all_files(self._tag)[:-1] if name not in self._files), mark]
         for name in kept:
             store.keep_as(self._root / name, self._root / (name + layout.PREVIOUS_SUFFIX))
         for name in (*self._files, mark):
             store.move(self._temporary(name), self._root / name)
-        if full_files.optimizer_file(self._tag) not in self._files:
-            (self._root / full_files.optimizer_file(self._tag)).unlink(missing_ok=True)
+        for name in full_files.all_files(self._tag)[1:-1]:
+            if name not in self._files:
+                (self._root / name).unlink(missing_ok=True)
         store.sync_folder(self._root)
         store.replace_text(self._root / layout.NEWEST, self._tag, unique=self._save_id)
         for name in kept:
@@ -260,8 +279,7 @@ def _prepare(root: Place, tag: str) -> str:
     if (root / tag).is_dir():
         raise CheckpointError(f"{root / tag} is a folder, so no full checkpoint can have that name")
     store.clean_leftovers(root, unique=save_id)
-    names = (tag, full_files.user_content_file(tag), full_files.optimizer_file(tag), full_files.manifest_file(tag))
-    left = [path for name in names if (path := root / (name + layout.PREVIOUS_SUFFIX)).exists()]
+    left = [path for name in full_files.all_files(tag) if (path := root / (name + layout.PREVIOUS_SUFFIX)).exists()]
     whole = full_files.whole_set(root, tag, checksums=True) if left else None
     if whole is not None:
         for name, path in whole[1].items():
@@ -310,16 +328,17 @@ def resume(
         each only what it needs.
     tag: None takes the one in `newest`. `pytorch_model.bin` also stands for what transformers writes in its place.
     translate_function: makes the model's own names of the file's; without it names of the original model are recognised.
-    Optimizer state is loaded where the checkpoint has some. All is loaded at once, except into a model whose parameters
-    have no memory before they are placed.
+    Optimizer state is loaded where the checkpoint has some. Random state as from a partial checkpoint, if the checkpoint has some:
+    with the same layout each rank's own; where training goes on, with optimizer state, the saved partition is taken over then.
+    All is loaded at once, except into a model whose parameters have no memory before they are placed.
     Returns: the user content, {} if there is none.
     Raises: as `load.resume_from_checkpoint`, the same error on every rank.
     """
     call = "resume_from_checkpoint(partial=False)"
     name = run_on_rank_zero(call, lambda: full_files.chosen_tag(root, tag))
-    found = run_on_rank_zero(call, lambda: full_files.find(root, name))
+    found = run_on_rank_zero(call, lambda: full_files.find(root, name, strict=strict))
 
-    def read() -> tuple[dict[str, Any], Any, Any]:
+    def read() -> tuple[dict[str, Any], Any, Any, resumed_streams.Unpacked | None]:
         content: dict[str, Any] = {}
         for path in found.model:
             content.update(full_files.read_state_dict(path, trust=trust))
@@ -332,9 +351,9 @@ def resume(
         user: Any = {}
         if found.user_content is not None and found.user_content.stat().st_size:
             user = safe_loading.read_file(found.user_content, trust=trust, mmap=False)
-        return content, moments, user
+        return content, moments, user, _random_state(found, strict=strict, trust=trust)
 
-    content, moments, user = run_everywhere(call, read)
+    content, moments, user, random = run_everywhere(call, read)
     if not found.model and strict:
         raise CheckpointError(
             f"checkpoint {name!r} holds no model: it was saved with model=None",
@@ -364,6 +383,12 @@ def resume(
         model.run_when_partitioned(load_everywhere)
     else:
         load_everywhere()
+    if moments is not None:
+        run_everywhere(call, lambda: _take_partition(found, model))
+    if random is not None:
+        captured, position = random
+        rng.restore(captured)
+        model.restore_random_position(position)
     if rank_zero():
         _log.info("resuming from %s", root / name)
     return {} if user is None else user
@@ -383,6 +408,31 @@ def _translated(content: dict[str, Any], translate: Translate) -> dict[str, Any]
     except Exception as error:
         _log.info("all tensors are read before translate_function: %s", error)
         return translate(unread.here(content))
+
+
+def _random_state(found: full_files.Found, *, strict: bool, trust: bool) -> resumed_streams.Unpacked | None:
+    """What this rank goes on with; None from a checkpoint that has none."""
+    if found.random_state is None or found.manifest is None:
+        return None
+    try:
+        where = resumed_streams.source(found.manifest.layout, world().coordinates)
+        return resumed_streams.read_full(found.random_state, where, trust=trust)
+    except CheckpointError as error:
+        if strict:
+            raise
+        _log.warning("random state not restored: %s", error.what)
+    return None
+
+
+def _take_partition(found: full_files.Found, model: CheckpointModel) -> None:
+    """Cut the model as it was, if the layout is the same: random state goes with what a rank runs."""
+    manifest = found.manifest
+    if manifest is None or manifest.partition is None or model.partitioned or manifest.layout.differences(present_layout()):
+        return
+    try:
+        model.restore_partition(manifest.partition)
+    except PartitionError as error:
+        _log.info("the partition of the checkpoint is not this model's, which gets its own: %s", error.what)
 
 
 def _tie_again(content: dict[str, Any], model: CheckpointModel) -> None:
@@ -416,7 +466,7 @@ def write_new(
     optimizer: in torch's form with `state.PARAM_NAMES`.   layout_then: what the manifest says of the job.
     Raises: CheckpointError if something of that tag is there; nothing is left then, nor after any other error.
     """
-    for name in (tag, full_files.user_content_file(tag), full_files.optimizer_file(tag), full_files.manifest_file(tag)):
+    for name in full_files.all_files(tag):
         if (root / name).exists():
             raise CheckpointError(f"{root / name} exists", remedy="give another tag, or another folder")
     job = _Save(root, tag, uuid.uuid4().hex, trust)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.checkpoint import integrity, layout, range_reads, safe_loading, unread
 from shardwright.checkpoint.exchange import safetensors_files
+from shardwright.checkpoint.layout import Role
 from shardwright.checkpoint.manifest import FileRecord, Manifest
 from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
@@ -26,11 +27,16 @@ _HUGGING_FACE = "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a full checkpoint. model: several if Hugging Face sharded it; None where it has none."""
+    """The files of a full checkpoint. model: several if Hugging Face sharded it; None where it has none.
+
+    manifest: None for what somebody else has written.
+    """
 
     model: tuple[Place, ...]
     optimizer: Place | None
     user_content: Place | None
+    random_state: Place | None = None
+    manifest: Manifest | None = None
 
 
 def user_content_file(tag: str) -> str:
@@ -41,8 +47,17 @@ def optimizer_file(tag: str) -> str:
     return f"optimizer_{tag}"
 
 
+def random_state_file(tag: str) -> str:
+    return f"rng_{tag}"
+
+
 def manifest_file(tag: str) -> str:
     return f"manifest_{tag}.json"
+
+
+def all_files(tag: str) -> tuple[str, ...]:
+    """Every name that a full checkpoint may have, the commit mark last."""
+    return tag, user_content_file(tag), optimizer_file(tag), random_state_file(tag), manifest_file(tag)
 
 
 def chosen_tag(root: Place, tag: str | int | None) -> str:
@@ -98,14 +113,20 @@ def remedy(root: Place) -> str:
     return f"{root} holds partial checkpoints only: {', '.join(partial)}" if partial else f"{root} holds no checkpoint"
 
 
-def find(root: Place, tag: str) -> Found:
-    """Rank 0: the files of a tag, verified against their manifest if there is one."""
-    whole = whole_set(root, tag, checksums=not integrity.checksums_skipped())
+def find(root: Place, tag: str, *, strict: bool = True) -> Found:
+    """Rank 0: the files of a tag, verified against their manifest if there is one.
+
+    strict: False does with a random state that is damaged, or not there.
+    """
+    checksums = not integrity.checksums_skipped()
+    whole = whole_set(root, tag, checksums=checksums) or (
+        None if strict else whole_set(root, tag, checksums=checksums, without="rng")
+    )
     if whole is not None:
         manifest, paths = whole
-        by_role = {record.role: paths[name] for name, record in manifest.files.items()}
+        by_role = {record.role: paths.get(name, root / name) for name, record in manifest.files.items()}
         model = (by_role["model"],) if "model" in by_role else ()
-        return Found(model, by_role.get("optimizer"), by_role.get("user_content"))
+        return Found(model, by_role.get("optimizer"), by_role.get("user_content"), by_role.get("rng"), manifest)
     if any((root / name).exists() for name in _with_previous(manifest_file(tag))):
         raise CheckpointError(
             f"full checkpoint {tag!r} is damaged: its files don't match its manifest",
@@ -120,14 +141,20 @@ def _with_previous(name: str) -> tuple[str, str]:
     return name, name + layout.PREVIOUS_SUFFIX
 
 
-def whole_set(root: Place, tag: str, *, checksums: bool) -> tuple[Manifest, dict[str, Place]] | None:
-    """The manifest of a tag whose files are all there, and where each lies; None if there is none."""
+def whole_set(
+    root: Place, tag: str, *, checksums: bool, without: Role | None = None
+) -> tuple[Manifest, dict[str, Place]] | None:
+    """The manifest of a tag whose files are all there, and where each lies; None if there is none.
+
+    without: a role that doesn't count.
+    """
     for mark in _with_previous(manifest_file(tag)):
         try:
             manifest = Manifest.from_bytes((root / mark).read_bytes(), where=str(root / mark))
         except (OSError, CheckpointError):
             continue
-        paths = {name: _matching(root, name, record, checksums) for name, record in manifest.files.items()}
+        needed = {name: record for name, record in manifest.files.items() if record.role != without}
+        paths = {name: _matching(root, name, record, checksums) for name, record in needed.items()}
         whole = {name: path for name, path in paths.items() if path is not None}
         if len(whole) == len(paths):
             return manifest, {**whole, manifest_file(tag): root / mark}

@@ -24,9 +24,13 @@ import torch
 from shardwright.checkpoint import choice, integrity, layout, random_state, safe_loading
 from shardwright.checkpoint.choice import Choice
 from shardwright.checkpoint.layout import Layout
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError
 from shardwright.topology.ranks import Coordinates, Degrees, RankTable
 from shardwright.topology.rng import RngState, derive_seed
+
+Unpacked = tuple[RngState, dict[str, int]]
+"""What `random_state.unpack` returns."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,13 @@ class Source:
     rank: int
     neighbours: tuple[tuple[int, int], ...] = ()
 
+    def ranks(self) -> list[int]:
+        """The saved ranks whose states are read, the rank's own first."""
+        return [self.rank, *(rank for rank, _ in self.neighbours)]
+
     def files(self) -> list[str]:
-        """The files that are read, the rank's own first."""
-        return [layout.rng_file(rank) for rank in (self.rank, *(rank for rank, _ in self.neighbours))]
+        """Their files in a partial checkpoint."""
+        return [layout.rng_file(rank) for rank in self.ranks()]
 
 
 def source(saved: Layout, at: Coordinates) -> Source:
@@ -69,14 +77,26 @@ def joined(own: RngState, neighbours: Sequence[tuple[RngState, int]]) -> RngStat
     return replace(own, **changed)
 
 
-def read(chosen: Choice, where: Source, *, trust: bool) -> tuple[RngState, dict[str, int]]:
-    """Read the random state of this rank, whole or with an error. Returns: as `random_state.unpack`."""
-    found = [_read(chosen, name, trust=trust) for name in where.files()]
+def read(chosen: Choice, where: Source, *, trust: bool) -> Unpacked:
+    """Read the random state of this rank from a partial checkpoint, whole or with an error."""
+    return _joined(where, [_read(chosen, name, trust=trust) for name in where.files()])
+
+
+def read_full(file: Place, where: Source, *, trust: bool) -> Unpacked:
+    """The same from a full checkpoint, of which one file has the states of all ranks."""
+    try:
+        content = safe_loading.read_file(file, trust=trust, mmap=False)
+        return _joined(where, [random_state.unpack(content[rank]) for rank in where.ranks()])
+    except (OSError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file.name} doesn't hold the random state of this rank: {error!r}", where=str(file)) from error
+
+
+def _joined(where: Source, found: Sequence[Unpacked]) -> Unpacked:
     neighbours = [(state, at) for (state, _), (_, at) in zip(found[1:], where.neighbours, strict=True)]
     return joined(found[0][0], neighbours), found[0][1]
 
 
-def _read(chosen: Choice, name: str, *, trust: bool) -> tuple[RngState, dict[str, int]]:
+def _read(chosen: Choice, name: str, *, trust: bool) -> Unpacked:
     if name not in chosen.manifest.files:
         raise CheckpointError(f"the manifest of {chosen.folder.name!r} lists no {name}")
     problems = integrity.check_files(chosen.folder, chosen.manifest, [name], checksums=True)

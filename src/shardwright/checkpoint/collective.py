@@ -39,6 +39,8 @@ _REMEDIES = {
     errno.EROFS: "choose a folder on a file system that can be written",
     errno.EACCES: "choose a folder that this user can read and write",
     errno.EPERM: "choose a folder that this user can read and write",
+    errno.ENOENT: "check the path on that rank's machine, and that this user may make folders there",
+    errno.ENOTDIR: "a part of the path is a file; choose a folder",
 }
 
 

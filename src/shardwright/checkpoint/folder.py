@@ -60,8 +60,8 @@ def existing(root: Place, name: str) -> Place:
 def candidates(root: Place) -> str:
     """Say, as the remedy of an error, which partial checkpoints a folder holds."""
     if not root.is_dir():
-        return f"check the path: {root} is not a folder"
+        return f"check the path: {root} is not a folder; in a first run don't resume"
     found = [kept.folder + ("" if kept.complete else " (incomplete)") for kept in partial_checkpoints(root)]
-    return (
-        f"tag= one of {', '.join(found)}" if found else f"check the path: {root} holds no partial checkpoint"
-    )
+    if not found:
+        return f"check the path: {root} holds no partial checkpoint; in a first run don't resume"
+    return f"tag= one of {', '.join(found)}"

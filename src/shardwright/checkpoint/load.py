@@ -5,6 +5,7 @@ Source: api.md 9.6, design.md sections 6 and 9.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -330,13 +331,15 @@ def _check_names(chosen: Choice, request: _Request) -> None:
         if name in saved and saved[name] != shape
     ]
     if request.strict:
-        problems += [f"{name!r} is only in the checkpoint" for name in saved if name not in present]
-        problems += [f"{name!r} is only in the model" for name in present if name not in saved]
+        lost = [f"{name!r} is only in the checkpoint" for name in saved if name not in present]
+        new = [f"{name!r} is only in the model" for name in present if name not in saved]
+        pairs = itertools.chain.from_iterable(itertools.zip_longest(lost, new))  # the first few show both
+        problems += [problem for problem in pairs if problem is not None]
     if problems:
         raise CheckpointError(
             f"checkpoint {chosen.folder.name!r} doesn't fit the model: {choice.shortened(problems)}",
-            remedy="build the model as it was when saved, and mark the same modules for tensor parallelism, whatever the degree;"
-            " strict=False tolerates names, not shapes",
+            remedy="build the model as it was when saved, and mark the same modules for tensor parallelism, whatever the degree"
+            " (also where it is 1); strict=False tolerates names, not shapes",
         )
 
 

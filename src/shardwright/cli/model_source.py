@@ -70,13 +70,18 @@ def _from_script(path: Path) -> LoadedModel:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         names = runpy.run_path(str(path), run_name="shardwright_plan")
+    except SystemExit as error:
+        raise UsageError(
+            f"'{path}' ended the process while it was read, before model() could be called",
+            remedy="give a file that defines model() and does nothing else; a training script may import it",
+        ) from error
     finally:
         sys.path.pop(0)
     make = names.get("model")
     if not callable(make):
         raise UsageError(
             f"'{path}' does not define a function model()",
-            remedy="add one that returns the torch.nn.Module",
+            remedy="add one that returns the torch.nn.Module; the file is run to find it, so keep training out of it",
         )
     try:
         with torch.device("meta"):

@@ -21,6 +21,20 @@ _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 # A rank that ends with one of these tells of another rank's failure.
 _SECOND_HAND = (RemoteRankError.__name__, LostRankError.__name__)
 _MAX_LINE = 300
+# Errors of PyTorch that scripts new to the library meet, and what to do. Ours bring their own remedy.
+_REMEDIES = (
+    (
+        re.compile(
+            r"_cuda_setDevice|Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available"
+        ),
+        "on a machine without a GPU, shardwright run --emulate-cuda (emulate_cuda=True of the estimator)",
+    ),
+    (
+        re.compile(r"element 0 of tensors does not require grad"),
+        "if a step function returned the loss: call model.backward(loss) inside that function, since what it returns"
+        " is detached",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,7 @@ def describe_failure(ends: Sequence[WorkerEnd]) -> str:
         lines += [f"  {_shorten(exception_line(first.traceback))}", "  (its traceback is above)"]
     else:
         lines += ["  (it left no traceback; what it printed is above)"]
+    lines += [f"  try: {remedy}" for pattern, remedy in _REMEDIES if pattern.search(exception_line(first.traceback))]
     others = sorted((end for end in ends if end is not first), key=lambda end: end.rank)
     if others:
         lines += ["", "other ranks:"]

@@ -109,7 +109,7 @@ def world() -> World:
     Raises: NotInitializedError before `init`.
     """
     if _state is None:
-        raise NotInitializedError("smp.init() must be called before this", remedy="call smp.init() first")
+        raise NotInitializedError("smp.init() must be called before this", remedy="call smp.init({...}) once, at the top of the script")
     return _state.world
 
 

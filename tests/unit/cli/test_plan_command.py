@@ -136,6 +136,7 @@ def test_architecture_and_dtype_of_the_config_count(
     [
         (None, "gone", "neither a file nor a folder"),
         ("x = 1", "a.py", r"does not define a function model\(\)"),
+        ("import sys\nsys.exit(2)", "a.py", r"ended the process while it was read"),
         ("def model(): return 3", "a.py", "returned a int"),
         ("{}", "config.json", "not a transformers config"),
         ("{", "config.json", "not a transformers config"),

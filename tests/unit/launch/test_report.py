@@ -136,3 +136,18 @@ def test_what_follows_from_stopping_is_not_worth_showing() -> None:
     assert follows_from_stop(ECHO)
     assert follows_from_stop("Traceback (most recent call last):\n  File x\nKeyboardInterrupt\n")
     assert not follows_from_stop(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("exception", "remedy"),
+    [
+        ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", "--emulate-cuda"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "--emulate-cuda"),
+        ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn", "model.backward(loss)"),
+    ],
+)
+def test_errors_of_torch_that_beginners_meet_get_a_remedy(exception: str, remedy: str) -> None:
+    end = WorkerEnd(0, 1, 1.0, traceback=f"Traceback (most recent call last):\n  File x\n{exception}\n", shown=True)
+    last = describe_failure([end]).splitlines()[-1]
+    assert last.startswith("  try: ")
+    assert remedy in last

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.state import PARTIAL_MARK, TensorRow, dtype_name
 from shardwright.errors import CheckpointError, PartitionError
 from shardwright.topology.context import world
@@ -41,7 +42,7 @@ class FakeModel:
         self.stage = world().coordinates.pp
         self.restored: Mapping[str, Any] | None = None
         self.step = 0
-        self.half_loaded: set[str] = set()
+        self.half_loaded: set[StateRole] = set()
         self._partitioned = False
         self._waiting: list[Callable[[], None]] = []
         if not lazy:
@@ -105,10 +106,12 @@ class FakeModel:
         else:
             self._waiting.append(callback)
 
-    def load_begins(self, parts: Collection[str]) -> None:
+    def load_begins(self, parts: Collection[StateRole]) -> set[StateRole]:
+        before = set(self.half_loaded)
         self.half_loaded |= set(parts)
+        return before
 
-    def load_ends(self, parts: Collection[str]) -> None:
+    def load_ends(self, parts: Collection[StateRole]) -> None:
         self.half_loaded -= set(parts)
 
     def load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:

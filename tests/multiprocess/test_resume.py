@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 import random
 import time
@@ -22,6 +24,7 @@ import shardwright.torch as smp
 from engine_ranks import TWO_BY_TWO, TWO_STAGES, same
 from harness import RankPool
 from shardwright.checkpoint import safe_loading
+from shardwright.engine.checkpointing import SavedOptimizer
 from shardwright.errors import (
     CheckpointError,
     CommunicationTimeout,
@@ -428,25 +431,53 @@ def resume_damaged(path: str) -> None:
     model, optimizer = build("dropout")
     go(model, optimizer, 0, 2)
     smp.save_checkpoint(path, "good", model=model, optimizer=optimizer)
-    expected = go(model, optimizer, 2, 2), detached(everything(model, optimizer))
+    smp.save_checkpoint(f"{path}/full", "good", partial=False, model=model, optimizer=optimizer)
+    expected = copy.deepcopy((go(model, optimizer, 2, 2), detached(everything(model, optimizer))))  # what is live is overwritten
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safe_loading, "_MIN_BLOCK_BYTES", 256)  # so that the damage isn't in the first block, read on opening
         smp.save_checkpoint(path, "bad", model=model, optimizer=optimizer)
     if smp.rank() == 0:
         file = Path(path, "bad_partial", "optimizer_0_0.pt")
         file.write_bytes(file.read_bytes().replace(*(v.numpy().tobytes() for v in flipped(optimizer))))
+    smp.save_checkpoint(f"{path}/bare", "bare", optimizer=optimizer)
     smp.barrier()
+    unusable = "the state of the model and optimizer was overwritten in part"
+    for partial in (True, False):  # not strict, all is checked first; then the disk fails
+        with failing_disk(partial), pytest.raises(CheckpointError, match="Input/output error"):
+            smp.resume_from_checkpoint(path if partial else f"{path}/full", "good", partial=partial, strict=False)
+        with pytest.raises(CheckpointError, match=unusable):
+            go(model, optimizer, 4, 1)
+        smp.resume_from_checkpoint(path, "good")
     with pytest.raises(CheckpointError, match=r"'bad_partial' is damaged: optimizer_0_0\.pt"):
         smp.resume_from_checkpoint(path, "bad")
-    unusable = "the state of the model and optimizer was overwritten in part"
+    for use in (model.state_dict, model.local_state_dict, optimizer.state_dict, optimizer.local_state_dict):
+        with pytest.raises(CheckpointError, match=unusable):
+            use()
+    model.load_state_dict({}, strict=False)
     with pytest.raises(CheckpointError, match=unusable):
         go(model, optimizer, 4, 1)
     with pytest.raises(CheckpointError, match=unusable), torch.no_grad():
         model(ranks.data(4))
     with pytest.raises(CheckpointError, match=unusable):
         smp.save_checkpoint(path, "worse", model=model, optimizer=optimizer)
+    smp.resume_from_checkpoint(f"{path}/bare", "bare", strict=False)  # the weights stay as they are
+    with pytest.raises(CheckpointError, match="the state of the model was overwritten in part"):
+        go(model, optimizer, 4, 1)
     smp.resume_from_checkpoint(path)  # "bad" is the newest one, and skipped
     check((go(model, optimizer, 2, 2), detached(everything(model, optimizer))), expected)
+
+
+@contextmanager
+def failing_disk(partial: bool) -> Iterator[None]:
+    """On rank 1 the last that is read of a checkpoint can't be."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if smp.rank() == 1:
+            patch.setattr(SavedOptimizer, "load_local" if partial else "load_whole", fail)
+        yield
 
 
 def flipped(optimizer: Any) -> tuple[Tensor, Tensor]:

@@ -373,11 +373,17 @@ def resume(
         return bool(failed)
 
     def load_everywhere() -> None:
-        parts: set[StateRole] = {"model"} if moments is None else {"model", "optimizer"}
-        if any(collect(f"{call}, loading {name!r}", load)):
-            model.load_begins(parts)  # and will not end
-            run_everywhere(f"{call}, loading {name!r}", lambda: _raise_first(failed))
-        model.load_ends(parts)
+        parts: set[StateRole] = {"model"} if found.model else set()
+        parts |= {"optimizer"} if moments is not None else set()
+        half_before = model.load_begins(())
+        try:
+            if any(collect(f"{call}, loading {name!r}", load)):
+                model.load_begins(parts)  # and will not end
+                run_everywhere(f"{call}, loading {name!r}", lambda: _raise_first(failed))
+        except KeyboardInterrupt:
+            model.load_begins(parts)
+            raise
+        model.load_ends(parts - half_before)  # of the others `load_whole` knows whether they are whole now
 
     if model.is_delayed or isinstance(root, RemotePath):  # then each rank reads what it holds
         model.run_when_partitioned(load_everywhere)

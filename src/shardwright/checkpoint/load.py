@@ -393,13 +393,20 @@ def _load_tensors(chosen: Choice, files: _Files, reader: Placing, request: _Requ
     if damage := damage_of(plan):
         return damage
     parts: set[StateRole] = {"model"} if request.optimizer is None else {"model", "optimizer"}
-    if request.strict:
-        request.model.load_begins(parts)
-    if damage := damage_of(reader.check_all):
+    if not request.strict and (damage := damage_of(reader.check_all)):
+        return damage
+    half_before = request.model.load_begins(parts)
+    if request.strict and (damage := damage_of(reader.check_all)):
         return damage
     run_everywhere(call, planned[0])
-    request.model.load_ends(parts)
+    left = half_before & {"model"} if not (request.strict or _has_all_names(chosen, request)) else set()
+    request.model.load_ends(parts - left)
     return []
+
+
+def _has_all_names(chosen: Choice, request: _Request) -> bool:
+    """Does the load without strict give each tensor of the model its value?"""
+    return request.model.names_and_shapes().keys() <= {entry.name for entry in chosen.manifest.entries if entry.role == "model"}
 
 
 def _plan_own(files: _Files, reader: Placing, request: _Request) -> Callable[[], None]:

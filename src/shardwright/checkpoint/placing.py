@@ -66,7 +66,12 @@ class Placing(Reader):
         if isinstance(value, dict):
             inner = live if isinstance(live, dict) else {}
             items = {key: self.placed(file, item, inner.get(key)) for key, item in value.items()}
-            return items if type(value) is dict else type(value)(items)
+            if type(value) is dict:
+                return items
+            made = value.copy()  # with what else it has, such as the factory of a defaultdict
+            for key, item in items.items():
+                made[key] = item
+            return made
         if type(value) in (list, tuple):
             return type(value)(self.placed(file, item) for item in value)
         return value

@@ -7,7 +7,7 @@ Names are those of the plain user module, without any prefix of a wrapper.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,9 +98,9 @@ class CheckpointModel(Protocol):
         It comes before the post-partition hooks and issues collectives over the world.
         """
 
-    def load_begins(self, parts: Collection[StateRole]) -> None:
+    def load_begins(self, parts: Collection[StateRole]) -> Set[StateRole]:
         """From now on the values of these parts ("model", "optimizer") are being overwritten: until `load_ends`, training and
-        saving are refused.
+        saving are refused. Returns: the parts that an earlier load has left so.
         """
 
     def load_ends(self, parts: Collection[StateRole]) -> None:

@@ -213,7 +213,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _is_straight(source: Tensor, target: Tensor) -> bool:
     """Are the bytes of the source, in their order, those of the target?"""
     same = source.dtype is target.dtype and target.device.type == "cpu" and type(target.detach()) is Tensor
-    return same and source.is_contiguous() and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    as_stored = not any(tensor.is_conj() or tensor.is_neg() for tensor in (source, target))
+    return same and as_stored and source.is_contiguous() and target.is_contiguous()
 
 
 def _memory_of(target: Tensor) -> memoryview:

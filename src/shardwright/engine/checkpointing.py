@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import load, save
+from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.state import PARTIAL_MARK, TensorRow, attach_by_name, dtype_name
 from shardwright.data_parallel import shards
 from shardwright.engine import weights
@@ -128,7 +129,7 @@ class SavedModel:
 
     def local_state_dict(self) -> StateDict:
         """What this rank answers for, with the mark of partial state dicts."""
-        return self._model.local_state_dict()
+        return self._model._local_state_dict()
 
     def tensor_table(self) -> list[TensorRow]:
         """One row per tensor of `local_state_dict()`."""
@@ -165,11 +166,13 @@ class SavedModel:
         """Run `callback` now, or right after partitioning."""
         self._model.run_when_partitioned(callback)
 
-    def load_begins(self, parts: Collection[str]) -> None:
-        """The values of these parts are being overwritten."""
+    def load_begins(self, parts: Collection[StateRole]) -> set[StateRole]:
+        """The values of these parts are being overwritten. Returns: those that were left half loaded before."""
+        before = set(self._model._duties.half_loaded)
         self._model._duties.half_loaded |= set(parts)
+        return before
 
-    def load_ends(self, parts: Collection[str]) -> None:
+    def load_ends(self, parts: Collection[StateRole]) -> None:
         """They are loaded."""
         self._model._duties.half_loaded -= set(parts)
 
@@ -238,7 +241,7 @@ class SavedOptimizer:
 
     def local_state_dict(self, *, gather_if_shard: bool = True) -> StateDict:
         """torch's form over this rank's parameters, with the mark of partial state dicts."""
-        content = self._optimizer.local_state_dict(gather_if_shard)
+        content = self._optimizer._sw_local_state_dict(gather_if_shard)
         return {key: value for key, value in content.items() if key not in HALF_PRECISION_KEYS}
 
     def half_precision_state(self) -> StateDict | None:

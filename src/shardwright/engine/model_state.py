@@ -85,6 +85,7 @@ class ModelState(nn.Module):
         return weights.with_metadata(OrderedDict((n, local_of.get(id(v), v)) for n, v in held.items()), held)
 
     def _demand_values(self, what: str) -> None:
+        self._duties.check_loaded()
         if not self._part.settled and delayed_init.has_delayed(self._part.module):
             raise UsageError(
                 f"{what} before the model is partitioned, but its parameters are built with delayed"
@@ -97,6 +98,11 @@ class ModelState(nn.Module):
 
         Nothing is communicated.
         """
+        self._duties.check_loaded()
+        return self._local_state_dict()
+
+    def _local_state_dict(self) -> StateDict:
+        """The same, whether or not the values are of use."""
         self._part.demand_settled("local_state_dict()")
         held = self._part.held_state()
         mine: StateDict = OrderedDict()
@@ -141,7 +147,7 @@ class ModelState(nn.Module):
             elif mark is None:
                 content = weights.with_metadata(in_own_names(content, expected, self._part.tied_names()), content)
             keys = weights.load(self._part, content, expected, strict=strict, slices=partial)
-        self._duties.model_loaded()
+        self._duties.model_loaded(whole=not keys.missing_keys)
         self.refresh_copies()
         self._weights_changed()
         return keys

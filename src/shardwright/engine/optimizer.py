@@ -299,6 +299,11 @@ class WrappedOptimizer(PieceHolder):
         Called by: every rank of an RDP_GROUP if state is sharded and gathered, else any rank by itself.
         Collectives: one object gather over RDP_GROUP, or none.
         """
+        self._sw_model._duties.check_loaded()
+        return self._sw_local_state_dict(gather_if_shard)
+
+    def _sw_local_state_dict(self, gather_if_shard: bool) -> StateDict:
+        """The same, whether or not the values are of use."""
         content = {**self._own_state_dict(), PARTIAL_MARK: True}
         if not self._sw_pieces:
             return self._sw_to_script(content)
@@ -332,6 +337,7 @@ class WrappedOptimizer(PieceHolder):
         TP_GROUP if the model is cut over it, with sharded state over DP_GROUP instead, and one over PP_GROUP with
         stages; tensors are on the CPU then.
         """
+        self._sw_model._duties.check_loaded()
         mine = self._own_state_dict()
         distribution = self._sw_model._part.distribution
         stages = context.world().table.degrees.pp

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwright.checkpoint.layout import StateRole
 from shardwright.data_parallel import sync
 from shardwright.data_parallel.join import Join
 from shardwright.engine.gradients import Gradients
@@ -66,7 +67,7 @@ class StepDuties:
         self._may_train = True
         self._loaded_model = False
         self._loaded_optimizer = False
-        self.half_loaded: set[str] = set()
+        self.half_loaded: set[StateRole] = set()
 
     # ------------------------------------------------------------------ pipeline.step.Driver
 
@@ -175,10 +176,11 @@ class StepDuties:
                     remedy=f"call {what}.load_state_dict() on every rank",
                 )
 
-    def model_loaded(self) -> None:
-        """A state dict was loaded into this rank's part of the model."""
+    def model_loaded(self, *, whole: bool) -> None:
+        """A state dict was loaded into this rank's part of the model. whole: nothing of it was missing."""
         self._loaded_model = True
-        self.half_loaded.discard("model")
+        if whole:
+            self.half_loaded.discard("model")
 
     def optimizer_loaded(self) -> None:
         """A state dict was loaded into this rank's part of the optimizer."""

@@ -25,7 +25,7 @@ _HUGGING_FACE = "hf"
 
 def export(
     path: Annotated[Any, typer.Argument(metavar="PATH", parser=place, help="The folder that was passed to save_checkpoint, or its URL.")],
-    out: Annotated[Path, typer.Argument(help="A new file or folder.")],
+    out: Annotated[Any, typer.Argument(parser=place, help="A new file or folder, or its URL.")],
     tag: Annotated[str | None, typer.Option(help="Which checkpoint; the one in 'newest' by default.")] = None,
     form: Annotated[
         str,
@@ -201,16 +201,18 @@ def _tell(manifest: Manifest, written: Place, as_json: bool) -> None:
     console.print(f"{written} written, {manifest.layout.describe()}")
 
 
-def check_new(out: Path) -> None:
+def check_new(out: Place) -> None:
     """Raise UsageError if there is something of that name, or no folder to put it into."""
     if out.exists():
         raise UsageError(f"{out} exists", remedy="give the name of a new file or folder")
-    if not out.absolute().parent.is_dir():
+    if isinstance(out, Path) and not out.absolute().parent.is_dir():
         raise UsageError(f"{out.parent} is no folder", remedy="create it first, or give another name")
 
 
-def size_of(path: Path) -> int:
+def size_of(path: Place) -> int:
     """Bytes of a file, or of all files in a folder."""
     if path.is_file():
         return path.stat().st_size
+    if not isinstance(path, Path):
+        return sum(path.sizes().values())
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from shardwright.cli.places import place
 from shardwright.cli.sizes import format_size
 
 
 def import_(
     source: Annotated[
-        Path,
+        Any,
         typer.Argument(
             metavar="SRC",
-            help="A torch or safetensors file, a Hugging Face folder, or a folder of torch.distributed.checkpoint.",
+            parser=place,
+            help="A torch or safetensors file, a Hugging Face folder, or a folder of torch.distributed.checkpoint; or its URL.",
         ),
     ],
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder for the checkpoint; jobs resume from it.")],
+    path: Annotated[
+        Any, typer.Argument(metavar="PATH", parser=place, help="The folder or URL for the checkpoint; jobs resume from it.")
+    ],
     tag: Annotated[str, typer.Option(help="A new tag.")],
     model_key: Annotated[str | None, typer.Option(help="Where the model is in nested content.", show_default="model, ...")] = None,
     optimizer_key: Annotated[
@@ -40,8 +44,11 @@ def import_(
     from shardwright.checkpoint.exchange import importing
     from shardwright.checkpoint.layout import WORK_PREFIX
 
-    near = path if path.is_dir() else path.absolute().parent  # where there should be room
-    with tempfile.TemporaryDirectory(dir=near if near.is_dir() else None, prefix=WORK_PREFIX) as scratch, Console(stderr=True).status(f"importing {source}"):
+    near: Path | None = None  # where there should be room
+    if isinstance(path, Path):
+        near = path if path.is_dir() else path.absolute().parent
+    scratch_folder = tempfile.TemporaryDirectory(dir=near if near is not None and near.is_dir() else None, prefix=WORK_PREFIX)
+    with scratch_folder as scratch, Console(stderr=True).status(f"importing {source}"):
         found = importing.read(
             source,
             Path(scratch),

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 MODEL = "model"
 OPTIMIZER = "optim"
+METADATA = ".metadata"
+"""The file that makes a folder one of these."""
 
 
 class Later:

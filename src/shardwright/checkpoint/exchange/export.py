@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwright.checkpoint import layout, safe_loading, state, storage
+from shardwright.checkpoint import safe_loading, state
 from shardwright.checkpoint.exchange import dcp
 from shardwright.checkpoint.exchange.source import Source, dtype_of, path_of
+from shardwright.checkpoint.exchange.spooled import Spooled
 from shardwright.checkpoint.manifest import OBJECT, Entry
+from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.errors import UsageError
 
 Advance = Callable[[int], None]
 
 
-def to_torch(source: Source, out: Path, *, with_optimizer: bool, advance: Advance) -> int:
+def to_torch(source: Source, out: Place, *, with_optimizer: bool, advance: Advance) -> int:
     """One file for torch.load: the state dict, or with the optimizer {"model": ..., "optimizer": ...}.
 
     The optimizer is in torch's form with names of parameters beside their indices. Returns: number of tensors.
@@ -29,11 +29,18 @@ def to_torch(source: Source, out: Path, *, with_optimizer: bool, advance: Advanc
     content: dict[str, Any] = model
     if with_optimizer:
         content = {"model": model, "optimizer": _indexed(_optimizer(source, lambda e: _read(source, e, advance)))}
-    _publish(out, lambda path: safe_loading.write_file(path, content, trust=source.trust, name=out.name))
+
+    def write(path: Place) -> None:
+        safe_loading.write_file(path, content, trust=source.trust, name=out.name)
+
+    if isinstance(out, RemotePath):  # it is there when it is whole
+        write(out)
+    else:
+        _publish(out, write)
     return len(model)
 
 
-def to_safetensors(source: Source, out: Path, *, with_optimizer: bool, advance: Advance) -> int:
+def to_safetensors(source: Source, out: Place, *, with_optimizer: bool, advance: Advance) -> int:
     """One safetensors file with the tensors of the model. Tied ones are written once for each name. Returns: how many."""
     from safetensors.torch import save_file
 
@@ -47,7 +54,7 @@ def to_safetensors(source: Source, out: Path, *, with_optimizer: bool, advance: 
     return len(content)
 
 
-def to_dcp(source: Source, out: Path, *, with_optimizer: bool, advance: Advance) -> int:
+def to_dcp(source: Source, out: Place, *, with_optimizer: bool, advance: Advance) -> int:
     """A folder for torch.distributed.checkpoint.load, see `dcp`; tensors are held one at a time. Returns: number of tensors
     of the model.
     """
@@ -61,7 +68,7 @@ def to_dcp(source: Source, out: Path, *, with_optimizer: bool, advance: Advance)
     content: dict[str, Any] = {dcp.MODEL: model}
     if with_optimizer:
         content[dcp.OPTIMIZER] = _optimizer(source, later)
-    _publish(out, lambda path: dcp.write(path, content))
+    _publish(out, lambda path: dcp.write(path, content), last=dcp.METADATA)
     return len(model)
 
 
@@ -113,13 +120,10 @@ def _indexed(named: Mapping[str, Any]) -> dict[str, Any]:
     return {**named, "state": {index[n]: values for n, values in named["state"].items()}, "param_groups": groups}
 
 
-def _publish(out: Path, write: Callable[[Path], Any]) -> None:
-    """Write under another name and give the file or folder its own when it is whole."""
-    unique = uuid.uuid4().hex
-    temporary = out.parent / layout.saving_folder(out.name, unique)
+def _publish(out: Place, write: Callable[[Path], object], last: str = "") -> None:
+    spooled = Spooled(out, last=last)
     try:
-        write(temporary)
-        os.rename(temporary, out)
+        write(spooled.path)
+        spooled.publish()
     finally:
-        storage.of(out).discard(temporary)
-    storage.of(out).sync_folder(out.parent)
+        spooled.discard()

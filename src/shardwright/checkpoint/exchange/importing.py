@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardwright.checkpoint import full, full_files, layout, state, storage
+from shardwright.checkpoint import full, full_files, layout, state, storage, unread
 from shardwright.checkpoint.safe_loading import TRUST_ENV
+from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
@@ -37,7 +38,7 @@ class Imported:
 
 
 def read(
-    source: Path,
+    source: Place,
     scratch: Path,
     *,
     model_key: str | None,
@@ -46,7 +47,7 @@ def read(
     remove_prefix: str,
     trust: bool,
 ) -> Imported:
-    """Read what a file or folder holds; tensors are mapped where the form allows.
+    """Read what a file or folder holds; tensors are mapped where the form allows. What is in an object store is held in memory.
 
     scratch: an existing folder for what is needed on the way.   model_key, optimizer_key: where they lie in nested content, if
     not under one of the usual names.   remove_prefix: of names, such as "module.".
@@ -63,7 +64,7 @@ def read(
     return Imported(model, named, rest)
 
 
-def _content(source: Path, scratch: Path, *, trust: bool) -> dict[str, Any]:
+def _content(source: Place, scratch: Path, *, trust: bool) -> dict[str, Any]:
     """Tensors by name, or such dicts by key."""
     if (source / _METADATA).is_file():
         if not trust:
@@ -71,6 +72,12 @@ def _content(source: Path, scratch: Path, *, trust: bool) -> dict[str, Any]:
                 f"a folder of torch.distributed.checkpoint describes itself in a pickle, {_METADATA}, which could run code",
                 where=str(source),
                 remedy=f"if you know who wrote it: --trust or {TRUST_ENV}=1",
+            )
+        if not isinstance(source, Path):
+            raise CheckpointError(
+                "a folder of torch.distributed.checkpoint can't be read from an object store",
+                where=str(source),
+                remedy="download it, and import the local folder",
             )
         return _from_dcp(source, scratch)
     if source.is_dir():
@@ -81,7 +88,7 @@ def _content(source: Path, scratch: Path, *, trust: bool) -> dict[str, Any]:
         raise CheckpointNotFoundError(f"there is no {source}", remedy="give a file, a DCP folder or a Hugging Face folder")
     content: dict[str, Any] = {}
     for file in found:
-        content.update(full_files.read_state_dict(file, trust=trust))
+        content.update(unread.here(full_files.read_state_dict(file, trust=trust)))
     return content
 
 
@@ -102,7 +109,7 @@ def _from_dcp(source: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _parts(
-    content: Mapping[str, Any], source: Path, model_key: str | None, optimizer_key: str | None
+    content: Mapping[str, Any], source: Place, model_key: str | None, optimizer_key: str | None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, dict[str, Any]]:
     """The model, the optimizer, and the rest."""
     if model_key is None and any(isinstance(value, Tensor) for value in content.values()):
@@ -123,7 +130,7 @@ def _parts(
     return content[model], None if optimizer is None else content[optimizer], rest
 
 
-def _pick(option: str, wanted: str | None, usual: Sequence[str], dicts: Sequence[str], source: Path) -> str | None:
+def _pick(option: str, wanted: str | None, usual: Sequence[str], dicts: Sequence[str], source: Place) -> str | None:
     if wanted is not None and wanted not in dicts:
         raise CheckpointError(
             f"{option} is {wanted!r}, but no dict is called so", where=str(source), remedy=f"one of {', '.join(dicts)}"
@@ -135,7 +142,7 @@ def _pick(option: str, wanted: str | None, usual: Sequence[str], dicts: Sequence
 
 
 def _named(
-    optimizer: Mapping[str, Any], model: Mapping[str, Any], source: Path, remove_prefix: str
+    optimizer: Mapping[str, Any], model: Mapping[str, Any], source: Place, remove_prefix: str
 ) -> dict[str, Any]:
     """The optimizer's state in torch's form, with the name of every index."""
     try:
@@ -173,7 +180,7 @@ def _named(
 
 
 def _by_order(
-    flat: Sequence[Any], saved: Mapping[Any, Any], num_groups: int, model: Mapping[str, Any], source: Path
+    flat: Sequence[Any], saved: Mapping[Any, Any], num_groups: int, model: Mapping[str, Any], source: Place
 ) -> list[str]:
     """Names of an optimizer that knows numbers only: those of the model's parameters in order, if that is the one way."""
     shapes = [_shape(saved.get(index, {})) for index in flat]
@@ -241,7 +248,7 @@ def _without(name: str, prefix: str) -> str:
 # ------------------------------------------------------------------ writing
 
 
-def write(root: Path, tag: str, imported: Imported, *, trust: bool) -> int:
+def write(root: Place, tag: str, imported: Imported, *, trust: bool) -> int:
     """Make a full checkpoint of it, under a tag that is new, and the newest. Returns: bytes.
 
     Raises: CheckpointError if the tag is taken, or content can't be loaded again.

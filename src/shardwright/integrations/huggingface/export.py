@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint import layout, storage
+from shardwright.checkpoint import storage
 from shardwright.checkpoint.collective import absolute, agree, run_on_rank_zero
 from shardwright.checkpoint.deferred import Deferred
 from shardwright.checkpoint.exchange.safetensors_files import SafetensorsFiles
 from shardwright.checkpoint.exchange.source import Source, dtype_of
+from shardwright.checkpoint.exchange.spooled import Spooled
 from shardwright.checkpoint.manifest import OBJECT
+from shardwright.checkpoint.storage import Place
 from shardwright.checkpoint.whole import Delivery, WholeModel
 from shardwright.engine.checkpointing import SavedModel
 from shardwright.engine.model import DistributedModel
@@ -36,6 +37,7 @@ from shardwright.log import get_logger, rank_zero
 
 _log = get_logger(__name__)
 _CALL = "export_huggingface"
+_CONFIG = "config.json"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -47,7 +49,8 @@ def export_huggingface(
     Called by: every rank of the world, outside a step. Collectives: messages of tensors to world rank 0, which writes them as they
         come; a few small ones. No rank needs memory for more than the largest tensor (where the original's is made of several of
         ours, for those).
-    folder: a new one, or an empty one; it appears when it is complete.   model: by default the one wrapped last.
+    folder: a new one, or an empty one; it appears when it is complete. Or a URL: then rank 0 needs room for it in its folder of
+        temporary files, and config.json comes last.   model: by default the one wrapped last.
     max_shard_size: of a file: bytes, or a number with a unit such as "5GB" or "500MiB". With several files there is an index.
     Raises: the same error on every rank: UsageError if the model is none of transformers, or the folder holds something;
         CheckpointError if the disk refuses.
@@ -72,7 +75,7 @@ def export_huggingface(
         shell = _shell(original.cls, original.config)
         if original.generation_config is not None:
             shell.generation_config = copy.deepcopy(original.generation_config)
-        targets.append(_Folder(_local(where), shell, content, parse_size(max_shard_size)))
+        targets.append(_Folder(storage.place(where), shell, content, parse_size(max_shard_size)))
 
     try:
         run_on_rank_zero(_CALL, begin)
@@ -90,7 +93,7 @@ def export_huggingface(
 
 def export_from_files(
     source: Source,
-    out: Path,
+    out: Place,
     *,
     max_shard_size: int | str = "5GB",
     config: Path | None = None,
@@ -132,29 +135,29 @@ class _Folder:
     Protocol: put for every tensor of `content`, publish; or discard.
     """
 
-    def __init__(self, folder: Path, shell: Any, content: Mapping[str, Any], most_bytes: int) -> None:
+    def __init__(self, folder: Place, shell: Any, content: Mapping[str, Any], most_bytes: int) -> None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"{folder} exists and isn't empty", remedy="give the name of a new folder")
-        self._folder = folder
-        self._store = storage.of(folder)
         self.content = _on_disk(_each_once(content, shell), shell)
         self._names = {id(value): name for name, value in self.content.items()}
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = folder.parent / layout.saving_folder(folder.name, uuid.uuid4().hex)
-        self._temporary.mkdir()
+        if isinstance(folder, Path):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        self._spooled = Spooled(folder, last=_CONFIG)
+        temporary = self._spooled.path
         try:
+            temporary.mkdir()
             dtype = next((t.dtype for t in self.content.values() if t.is_floating_point()), torch.get_default_dtype())
             shell.config.dtype = str(dtype).removeprefix("torch.")
             shell.config.architectures = [type(shell).__name__]
-            shell.config.save_pretrained(self._temporary)
+            shell.config.save_pretrained(temporary)
             if shell.can_generate():
-                shell.generation_config.save_pretrained(self._temporary)
-            self._files = SafetensorsFiles(self._temporary, self.content, most_bytes)
+                shell.generation_config.save_pretrained(temporary)
+            self._files = SafetensorsFiles(temporary, self.content, most_bytes)
             for name, value in self.content.items():
                 if not isinstance(value, Deferred):
                     self._files.write(name, value)
         except BaseException:
-            self._store.discard(self._temporary)
+            self._spooled.discard()
             raise
 
     def put(self, deferred: Deferred, tensor: Tensor) -> None:
@@ -162,20 +165,12 @@ class _Folder:
 
     def publish(self) -> None:
         self._files.finish()
-        self._store.sync_folder(self._temporary)
-        os.rename(self._temporary, self._folder)
-        self._store.sync_folder(self._folder.parent)
+        self._spooled.publish()
+        self._spooled.discard()
 
     def discard(self) -> None:
         self._files.close()
-        self._store.discard(self._temporary)
-
-
-def _local(where: str) -> Path:
-    found = storage.place(where)
-    if not isinstance(found, Path):
-        raise UsageError(f"{_CALL}() writes into local folders, not to {where}", remedy="export to a local folder, then upload it")
-    return found
+        self._spooled.discard()
 
 
 def parse_size(size: int | str) -> int:
@@ -205,7 +200,7 @@ def _shell_of(source: Source, origin: Mapping[str, Any], config: Path | None) ->
         )
     described = origin.get("config", {})
     if config is not None:
-        file = config / "config.json" if config.is_dir() else config
+        file = config / _CONFIG if config.is_dir() else config
         described = json.loads(file.read_text())
     names = described.get("architectures") or [origin.get("architecture", "")]
     cls = getattr(transformers, origin.get("architecture") or names[0], None)

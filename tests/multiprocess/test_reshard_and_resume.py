@@ -83,9 +83,12 @@ CASES: list[Case] = [
     ("mlp", (2, 1, 1), {}, (1, 1, 2), SHARED),
     ("mlp", (1, 1, 2), {**SHARED, "bf16": True}, (2, 1, 1), {"bf16": True}),
     ("mlp", (2, 1, 1), {}, (1, 1, 2), SHARDED),
-    ("qwen3", (1, 2, 1), {}, (1, 1, 2), SHARED),
+    ("qwen3", (1, 1, 2), SHARED, (1, 2, 1), {}),
 ]
 HEAVY: list[Case] = [
+    ("qwen3", (1, 2, 1), {}, (1, 1, 2), SHARED),
+    ("qwen3", (1, 2, 1), {}, (1, 4, 1), SHARED),
+    ("qwen3", (2, 1, 1), {}, (2, 2, 1), SHARED),
     ("gpt2", (2, 2, 1), SHARED, (2, 1, 2), SHARED),
     ("mlp", (1, 1, 4), SHARDED, (2, 1, 2), SHARED),
     ("gpt2", (1, 4, 1), {}, (2, 2, 1), {}),

@@ -103,7 +103,8 @@ def save(
         if origin is not None and translate:
             origin = {**origin, "renamings": []}
         partition = None if model is None else model.partition_record()
-        described = _model_entries(tag, content), _ties(content), groups, present_layout(), origin, partition
+        structure = None if model is None or world().rank > 0 else model.structure_record()
+        described = _model_entries(tag, content), _ties(content), groups, present_layout(), origin, partition, structure
         if blocking:
             size_bytes = run_on_rank_zero(call, lambda: job.publish(*described))
     except BaseException:
@@ -219,6 +220,7 @@ class _Save:
         layout_then: layout.Layout,
         origin: Mapping[str, Any] | None = None,
         partition: Mapping[str, Any] | None = None,
+        structure: Mapping[str, Any] | None = None,
     ) -> int:
         """Give the files their names, the manifest last, and move `newest`. Called by: rank 0. Returns bytes."""
         manifest = Manifest(
@@ -234,6 +236,7 @@ class _Save:
             files=self._files,
             entries=entries,
             partition=partition,
+            structure=structure,
             ties=ties,
             param_groups=groups,
             kind="full",

@@ -11,8 +11,11 @@ Version 1, one object:
     versions           of shardwright, torch, python
     partition          the partition plan as JSON, or null with one stage
     ties               lists of names that are one tensor
-    structure          modules and parameters of the model, see `partition.tree.to_record`, and "scaled", names of parameters
-                       that act on the samples of the whole tp group; null if unknown
+    structure          modules and parameters of the model, see `partition.tree.to_record`; "scaled", names of parameters
+                       that act on the samples of the whole tp group; "cuts", what tp ranks have slices of with any degree: name
+                       to dim, elements of a unit that is never cut, units of queries that share it (`sharding.slices.Units`).
+                       Names are those of the running model, also where the entries of a full checkpoint are translated to the
+                       original's. null if unknown
     converted_from     of what was converted from another layout: that "layout", its "partition", and "cuts" over tp ranks (name
                        to dim and ranges); else null. Random state of its ranks lies in files with the role "origin_rng"
     param_groups       per optimizer group: plain names of all its parameters, unpartitioned order

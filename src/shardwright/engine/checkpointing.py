@@ -26,6 +26,7 @@ from shardwright.errors import UsageError
 from shardwright.partition.plan import PartitionPlan
 from shardwright.partition.tree import build_tree, to_record
 from shardwright.tensor_parallel import randomness
+from shardwright.tensor_parallel.module import spec_of
 from shardwright.topology import context
 
 StateDict = dict[str, Any]
@@ -152,11 +153,16 @@ class SavedModel:
         return record
 
     def structure_record(self) -> Mapping[str, Any]:
-        """Modules, parameters, and which of these act on the samples of the whole tp group."""
+        """Modules, parameters, which of these act on the samples of the whole tp group, and what any tp degree cuts how."""
         tree = build_tree(self._part.module)
         parameters = dict(self._part.module.named_parameters())
         scaled = self._part.distribution.is_scaled
-        return {**to_record(tree), "scaled": [p.name for p in tree.parameters if scaled(parameters[p.name])]}
+        specs = spec_of(self._part.module).items()
+        return {
+            **to_record(tree),
+            "scaled": [p.name for p in tree.parameters if scaled(parameters[p.name])],
+            "cuts": {name: [spec.dim, spec.units.size, spec.units.shared_by] for name, spec in specs if spec.dim is not None},
+        }
 
     def restore_partition(self, record: Mapping[str, Any]) -> None:
         """Use a saved partition instead of making one."""

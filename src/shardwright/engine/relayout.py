@@ -16,7 +16,7 @@ import torch
 from shardwright.checkpoint.layout import Layout
 from shardwright.checkpoint.manifest import OBJECT, Manifest
 from shardwright.checkpoint.plan import Box, box_of
-from shardwright.checkpoint.relayout.recut import Cut, origin_of, target_cuts
+from shardwright.checkpoint.relayout.recut import Cut, check_names, origin_of, target_cuts
 from shardwright.checkpoint.relayout.target import At, Rules, Span, Target, lay_out
 from shardwright.config.parse import resolve
 from shardwright.data_parallel.buckets import MIB, TensorInfo, contiguous_strides, plan_buckets
@@ -81,6 +81,7 @@ class _Model:
         if given is not None:
             record: Mapping[str, Any] = json.loads(given.to_json())
             return record
+        check_names(saved)
         origin = origin_of(saved)
         if origin is not None and origin["layout"]["pp"] == pp and origin["partition"] is not None:
             return dict(origin["partition"])
@@ -138,6 +139,7 @@ class _Model:
             raise CheckpointError(
                 "the checkpoint doesn't tell which tensors of the model are parameters, so they can't be sharded", remedy=_LIKE
             )
+        check_names(self._manifest)
         return structure[key]
 
     # ------------------------------------------------------------------ pieces
@@ -154,6 +156,11 @@ class _Model:
             return {}
         here = [n for n, trained, _ in self._structure("parameters") if trained and self._stages[n] == at.pp]
         scaled = set(self._structure("scaled"))
+        if self._manifest.layout.tp == 1 < self._layout.tp and (tied := sorted(scaled & self._ties.keys())):
+            # With one tp rank such a parameter counts as acting on the scaled batch if it does so anywhere.
+            raise CheckpointError(
+                f"who updates {tied[0]!r}, which is tied, with more tp ranks doesn't follow from a checkpoint of one", remedy=_LIKE
+            )
         found: dict[str, Span] = {}
         found.update(self._shares([n for n in here if n in scaled], at, self.table.size("rdp"), coordinates.rdp))
         found.update(self._shares([n for n in here if n not in scaled], at, self.table.size("dp"), coordinates.dp))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 Range = tuple[int, int]
@@ -31,6 +32,21 @@ def covering_ranges(ranges: Sequence[Range], group_size: int) -> tuple[Range, ..
 def scaled_ranges(ranges: Sequence[Range], factor: int) -> tuple[Range, ...]:
     """Return ranges of elements for ranges of blocks of `factor` elements (heads to rows)."""
     return tuple((start * factor, stop * factor) for start, stop in ranges)
+
+
+@dataclass(frozen=True)
+class Units:
+    """What is never cut of a dim: `size` elements (a head). shared_by: how many query heads use one key-value head, which every
+    rank has that has one of them.
+    """
+
+    size: int = 1
+    shared_by: int = 1
+
+    def ranges(self, length: int, num_ranks: int) -> tuple[Range, ...]:
+        """Each rank's elements of a dim of `length`, the ranks with more units first."""
+        users = even_ranges(length // self.size * self.shared_by, num_ranks)
+        return scaled_ranges(covering_ranges(users, self.shared_by), self.size)
 
 
 def overlapping(ranges: Sequence[Range]) -> bool:

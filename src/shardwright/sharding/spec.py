@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwright.errors import ShapeError
-from shardwright.sharding.slices import Range, even_ranges, overlapping
+from shardwright.sharding.slices import Range, Units, overlapping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,11 +20,13 @@ class ShardSpec:
     dim: None for a replicated tensor; its `ranges` are empty.
     ranges: may differ in length (nothing is padded) and may overlap (a key-value head that two ranks need);
         together they cover the dim.
+    units: what the ranges are made of, so that they follow for another number of ranks.
     """
 
     full_shape: tuple[int, ...]
     dim: int | None
     ranges: tuple[Range, ...] = ()
+    units: Units = Units()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if self.dim is None:
@@ -48,9 +50,9 @@ class ShardSpec:
         return ShardSpec(tuple(full_shape), None)
 
     @staticmethod
-    def even(full_shape: Sequence[int], dim: int, num_ranks: int) -> ShardSpec:
-        """A tensor cut into parts that differ by at most one."""
-        return ShardSpec(tuple(full_shape), dim, even_ranges(full_shape[dim], num_ranks))
+    def even(full_shape: Sequence[int], dim: int, num_ranks: int, units: Units = Units()) -> ShardSpec:  # noqa: B008
+        """A tensor cut into parts that differ by at most one unit."""
+        return ShardSpec(tuple(full_shape), dim, units.ranges(full_shape[dim], num_ranks), units)
 
     @property
     def overlaps(self) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ConfigError, ShapeError
-from shardwright.sharding.slices import Range
+from shardwright.sharding.slices import Units
 from shardwright.sharding.spec import ShardSpec
 from shardwright.topology import context
 from shardwright.transport import collectives, differentiable
@@ -64,19 +64,14 @@ class DistributedModule(nn.Module):
         full_shape: Sequence[int],
         init: Init,
         dim: int | None = None,
-        ranges: Sequence[Range] | None = None,
+        units: Units = Units(),  # noqa: B008 - frozen
     ) -> None:
         """Create a parameter of which this rank holds a slice; see Note [Fresh weights].
 
-        dim: cut along it, evenly or by `ranges`; None for a replicated parameter.
+        dim: cut along it, evenly, but never through one of `units`; None for a replicated parameter.
         """
         rank, num_ranks = tp_rank(), tp_size()
-        if dim is None:
-            spec = ShardSpec.replicated(full_shape)
-        elif ranges is None:
-            spec = ShardSpec.even(full_shape, dim, num_ranks)
-        else:
-            spec = ShardSpec(tuple(full_shape), dim, tuple(ranges))
+        spec = ShardSpec.replicated(full_shape) if dim is None else ShardSpec.even(full_shape, dim, num_ranks, units)
         self.register_parameter(name, nn.Parameter(fresh(spec, rank, init)))
         self.describe(name, spec)
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.checkpoint.relayout.recut import Cut, recut
 from shardwright.errors import CheckpointError
-from shardwright.sharding.slices import covering_ranges, even_ranges, scaled_ranges
+from shardwright.sharding.slices import Units, covering_ranges, even_ranges, scaled_ranges
 
 
 def heads(count: int, size: int, tp: int, dim: int = 0) -> Cut:
@@ -49,3 +49,12 @@ def test_what_does_not_follow_is_refused() -> None:
             recut(cuts, saved, wanted)
     with pytest.raises(CheckpointError, match="nothing of the model is cut"):
         recut({}, 1, 2)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 7, 16])
+def test_units_give_the_ranges_of_any_degree(tp: int) -> None:
+    for size in (1, 3):
+        for count, group in ((2, 8), (5, 1), (4, 3)):
+            queries, keys = heads(count * group, size, tp), key_heads(count, group, size, tp)
+            assert Units(size).ranges(queries.shape[0], tp) == queries.ranges
+            assert Units(size, group).ranges(keys.shape[0], tp) == keys.ranges

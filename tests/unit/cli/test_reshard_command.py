@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import models
 import shardwright.torch as smp
 import small_checkpoints
 from shardwright.checkpoint.manifest import Manifest
@@ -115,7 +116,7 @@ def job() -> Iterator[None]:
 @pytest.mark.parametrize("tag", ["two", "whole"])
 def test_training_goes_on(saved: Path, tmp_path: Path, run: Run, job: None, tag: str) -> None:
     """From a checkpoint that was converted for this layout; that from a full one has no random state for it."""
-    other = ("--pp", 2, "--rdp", 3, "--shard-optimizer-state") if tag == "two" else ("--rdp", 3)
+    other = ("--pp", 2, "--rdp", 3, "--shard-optimizer-state")
     back = ("--pp", 1, "--rdp", 1, "--whole-optimizer-state")
     assert run("reshard", saved / "fp32" / tag, tmp_path / "a", *other, "--tag", "other")[0] == 0
     assert run("reshard", tmp_path / "a" / "other", tmp_path / "b", *back)[0] == 0
@@ -124,6 +125,29 @@ def test_training_goes_on(saved: Path, tmp_path: Path, run: Run, job: None, tag:
     assert smp.resume_from_checkpoint(tmp_path / "b")["step"] == 2
     losses = small_checkpoints.train(model, optimizer, 2, 4)
     assert losses == json.loads((saved / "fp32" / "losses.json").read_text())
+
+
+def test_a_model_of_replaced_modules(tmp_path: Path, run: Run, job: None) -> None:
+    """Saved with one tp rank, cut for three: heads stay whole. Names of the original model don't tell what is cut."""
+    made = models.make("gpt2")
+    smp.set_tensor_parallelism(made.model)
+    model = smp.DistributedModel(made.model)
+    smp.save_checkpoint(tmp_path, "part", model=model)
+    for tag, translate in (("ours", False), ("original", True)):
+        smp.save_checkpoint(tmp_path, tag, partial=False, model=model, translate_if_full=translate)
+    for tag in ("part", "ours"):
+        out = tmp_path / f"new_{tag}"
+        assert run("reshard", tmp_path / tag, out, "--pp", 2, "--tp", 3)[0] == 0
+        assert run("diff", tmp_path / "part", out / tag) == (0, "no difference\n")
+        parts = [torch.load(out / f"{tag}_partial" / f"model_0_{tp}.pt") for tp in range(3)]
+        queries = [next(len(value) for name, value in part.items() if name.endswith("query.weight")) for part in parts]
+        heads = made.model.config.n_head
+        size = sum(queries) // heads
+        assert queries == [size * count for count in (2, 1, 1)], "four heads"
+    for options in (("--tp", 3), ("--pp", 2)):
+        code, text = run("reshard", tmp_path / "original", tmp_path / "no", *options)
+        assert code == 2
+        assert "names of the original model" in text
 
 
 def test_refused(saved: Path, tmp_path: Path, run: Run) -> None:

@@ -2,7 +2,8 @@
 
 Note [Units]: a dim is cut in units - a head, or one row - into ranges that differ by at most one unit, the longer ones first.
 The number of ranks that a tensor was saved by doesn't tell the unit, except where ranges differ: then it is the difference.
-Where all are equal, joining neighbours is right for a degree that divides the saved one, whatever the unit is. So it is for
+Newer manifests have the units of every tensor that any degree cuts ("cuts" of `structure`), and all follows from those. Else:
+where all are equal, joining neighbours is right for a degree that divides the saved one, whatever the unit is. So it is for
 ranges that overlap (key-value heads that several ranks need), if query heads, and with them all else, are cut into equal ranges.
 """
 
@@ -16,7 +17,7 @@ from shardwright.checkpoint.layout import state_file
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.plan import Box, box_of
 from shardwright.errors import CheckpointError
-from shardwright.sharding.slices import Range, even_ranges, overlapping, scaled_ranges
+from shardwright.sharding.slices import Range, Units, even_ranges, overlapping, scaled_ranges
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,39 @@ def target_cuts(manifest: Manifest, tp: int) -> dict[str, Cut]:
     """
     origin = origin_of(manifest)
     if origin is None or tp != origin["layout"]["tp"]:
+        told = None if manifest.structure is None else manifest.structure.get("cuts")
+        if told:
+            return _by_units(manifest, told, tp)
         return recut(saved_cuts(manifest), 1 if manifest.kind == "full" else manifest.layout.tp, tp)
     shapes = manifest.names("model")
     return {
         name: Cut(shapes[name], dim, tuple((start, stop) for start, stop in ranges))
         for name, (dim, ranges) in origin["cuts"].items()
+    }
+
+
+def check_names(manifest: Manifest) -> None:
+    """Raise CheckpointError if the structure of the model doesn't say anything about the names that tensors have."""
+    if manifest.structure is None:
+        return
+    missing = {name for name, _, _ in manifest.structure["parameters"]} - manifest.names("model").keys()
+    if missing:
+        raise CheckpointError(
+            "the full checkpoint has the names of the original model, but tensor parallelism has replaced modules of it: "
+            f"{min(missing)!r} is only in the running model",
+            remedy="convert a partial checkpoint, or a full one that was saved with translate_if_full=False; or resume there directly",
+        )
+
+
+def _by_units(manifest: Manifest, told: Mapping[str, Any], tp: int) -> dict[str, Cut]:
+    shapes = manifest.names("model")
+    if tp == 1:
+        return {}
+    check_names(manifest)
+    return {
+        name: Cut(shapes[name], dim, Units(size, shared_by).ranges(shapes[name][dim], tp))
+        for name, (dim, size, shared_by) in told.items()
+        if name in shapes
     }
 
 
@@ -102,7 +131,8 @@ def recut(cuts: Mapping[str, Cut], saved_tp: int, tp: int) -> dict[str, Cut]:
     if not cuts:
         raise CheckpointError(
             f"nothing of the model is cut over tp ranks, so the checkpoint doesn't tell what tp={tp} would cut",
-            remedy="save one checkpoint with a job of that layout, and give it as --like PATH/TAG; or resume there directly",
+            remedy="mark the modules with smp.set_tensor_parallelism in the job that saves, whatever its degree; or save one checkpoint"
+            " with a job of that layout, and give it as --like PATH/TAG; or resume there directly",
         )
     aligned = all(_unit(cut) in (None, 1) for cut in cuts.values())
     return {name: _recut(name, cut, saved_tp, tp, aligned) for name, cut in cuts.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import ConfigError, UsageError
-from shardwright.sharding.slices import covering_ranges, even_ranges, overlapping, scaled_ranges
+from shardwright.sharding.slices import Units, covering_ranges, even_ranges, overlapping
 from shardwright.tensor_parallel import batch, randomness
 from shardwright.tensor_parallel.module import (
     DistributedModule,
@@ -123,13 +123,13 @@ class DistributedAttentionLayer(DistributedModule):
             self.enter = batch.EnterScaledBatch()
             self.leave = batch.LeaveScaledBatch()
 
-        def column(num_heads: int, heads: Sequence[tuple[int, int]]) -> SlicedLinear:
+        def column(num_heads: int, users_per_head: int) -> SlicedLinear:
             return SlicedLinear(
                 hidden_size,
                 num_heads * attention_head_size,
                 qkv_bias,
                 split="column",
-                ranges=scaled_ranges(heads, attention_head_size),
+                units=Units(attention_head_size, users_per_head),
                 initializer_range=initializer_range,
                 use_normal_initialization=use_normal_initialization,
             )
@@ -137,9 +137,9 @@ class DistributedAttentionLayer(DistributedModule):
         self.pre_layernorm = (
             make_norm(norm, hidden_size, layernorm_epsilon, sliced=self.sliced) if pre_layernorm else None
         )
-        self.query = column(num_attention_heads, self.query_heads)
-        self.key = column(num_key_value_heads, self.key_heads)
-        self.value = column(num_key_value_heads, self.key_heads)
+        self.query = column(num_attention_heads, 1)
+        self.key = column(num_key_value_heads, num_attention_heads // num_key_value_heads)
+        self.value = column(num_key_value_heads, num_attention_heads // num_key_value_heads)
         self.query_norm = RMSNorm(attention_head_size, layernorm_epsilon) if qk_norm else None
         self.key_norm = RMSNorm(attention_head_size, layernorm_epsilon) if qk_norm else None
         self.relative_bias = (
@@ -152,7 +152,7 @@ class DistributedAttentionLayer(DistributedModule):
             hidden_size,
             dense_bias,
             split="row",
-            ranges=scaled_ranges(self.query_heads, attention_head_size),
+            units=Units(attention_head_size),
             initializer_range=initializer_range,
             use_normal_initialization=use_normal_initialization,
         )

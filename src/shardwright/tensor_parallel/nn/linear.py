@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.sharding.slices import Range
+from shardwright.sharding.slices import Units
 from shardwright.tensor_parallel.module import (
     DistributedModule,
     Init,
@@ -35,7 +34,7 @@ class SlicedLinear(DistributedModule):
     """Holds a sliced weight (and bias) for the module it is in, which does the computing.
 
     split: "column": rows of the weight and the bias; "row": columns of the weight, and the bias if hidden states
-    are kept sliced; None: nothing.   ranges: of the split dim, if not even.
+    are kept sliced; None: nothing.   units: of the split dim, which are never cut.
     """
 
     weight: Tensor
@@ -48,7 +47,7 @@ class SlicedLinear(DistributedModule):
         bias: bool,
         *,
         split: Literal["column", "row"] | None,
-        ranges: Sequence[Range] | None = None,
+        units: Units = Units(),  # noqa: B008 - frozen
         initializer_range: float = 0.02,
         use_normal_initialization: bool = False,
     ) -> None:
@@ -57,11 +56,11 @@ class SlicedLinear(DistributedModule):
         self.out_features = out_features
         init, init_bias = linear_init(in_features, initializer_range, use_normal_initialization)
         dim = {"column": 0, "row": 1, None: None}[split]
-        self.add_parameter("weight", (out_features, in_features), init, dim, ranges)
+        self.add_parameter("weight", (out_features, in_features), init, dim, units)
         if not bias:
             self.register_parameter("bias", None)
         elif split == "column":
-            self.add_parameter("bias", (out_features,), init_bias, 0, ranges)
+            self.add_parameter("bias", (out_features,), init_bias, 0, units)
         else:
             sliced = split == "row" and keeps_hidden_sliced()
             self.add_parameter("bias", (out_features,), init_bias, 0 if sliced else None)

@@ -24,7 +24,7 @@ SLICES = {"tensor_parallel_degree": 2, "ddp": True}
 REPLICAS = {"ddp": True}
 
 
-def _output(*words: str, folder: Path) -> str:
+def _output(*words: str, folder: Path, timeout_s: float = 150) -> str:
     """Run python with these words; returns what it printed, fails with it if the exit code isn't 0."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
@@ -36,7 +36,7 @@ def _output(*words: str, folder: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -261,6 +261,14 @@ def test_client_fp16_optimizer_on_four_ranks(
     rest = run_example(pool4, name, "--first", "4", "--steps", "6", "--load", f"{tmp_path}/half.pt", layout=both)
     assert stopped + rest == whole
     assert len(names_in(tmp_path)) == 4
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_the_demo(tmp_path: Path) -> None:
+    """It stops and resumes a run, and fails by its exit code if a loss differs."""
+    printed = _output(str(ROOT / "examples/demo.py"), "--steps", "6", folder=tmp_path, timeout_s=800)
+    assert "all 6 losses are equal, bit for bit" in printed
 
 
 @pytest.mark.heavy

@@ -162,6 +162,9 @@ class FakeOptimizer:
     def parameter_table(self) -> list[TensorRow]:
         return self.model.parameter_table()
 
+    def flat_groups(self, model: Any) -> None:
+        return None
+
     def local_state_dict(self, *, gather_if_shard: bool = True) -> dict[str, Any]:
         return {**self.inner.state_dict(), PARTIAL_MARK: True}
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import models
+import reconstruction
 import reference
 import shardwright.torch as smp
 from harness import RankPool
@@ -18,7 +19,11 @@ from sharded_models import batch, train_step, two_groups, uneven
 
 
 def wrapped(seed: int = 0) -> tuple[Any, Any]:
-    model = smp.DistributedModel(uneven(seed))
+    plain = uneven(seed)
+    plain.register_buffer("mask", torch.arange(3) + seed)
+    plain.again = nn.Linear(3, 11, bias=False)  # type: ignore[assignment]
+    plain.again.weight = plain.last.weight  # type: ignore[union-attr, assignment]
+    model = smp.DistributedModel(plain)
     return model, smp.DistributedOptimizer(two_groups(model, lambda p: torch.optim.AdamW(p, lr=0.01)))
 
 
@@ -30,24 +35,38 @@ def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
         optimizer.step()
 
 
-def saved(path: str) -> dict[str, Tensor]:
+def saved(path: str) -> list[dict[str, Tensor]]:
+    """Tag "one" after two steps; "two" with other weights, of which nothing that neighbours hold is known from a step."""
     model, optimizer = wrapped()
     steps(model, optimizer, 0, 2)
+    smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
+    first = model.state_dict()
+    model.load_state_dict({n: w + 0.5 if w.is_floating_point() else w for n, w in first.items()})
     smp.save_checkpoint(path, "two", model=model, optimizer=optimizer)
-    return model.state_dict()  # type: ignore[no-any-return]
+    return [first, model.state_dict()]
 
 
 @pytest.mark.parametrize("kind", [None, "bf16"])
 def test_shards_are_merged_without_a_job(pool2: RankPool, tmp_path: Path, kind: str | None) -> None:
     merge = smp.sharded_data_parallel_checkpoint.get_full_state_dict_from_sharded_data_parallel_checkpoint
-    whole = pool2.run(saved, str(tmp_path), config=config(2, 2, **({kind: True} if kind else {})))[0]
+    first, whole = pool2.run(saved, str(tmp_path), config=config(2, 2, **({kind: True} if kind else {})))[0]
     for merged in (merge(tmp_path), merge(str(tmp_path), tag="two"), merge(tmp_path, tag="two_partial")):
         assert merged.keys() == whole.keys()
         for name, weight in whole.items():
-            assert merged[name].dtype is torch.float32
+            assert merged[name].dtype is (torch.float32 if weight.is_floating_point() else weight.dtype)
             assert torch.equal(merged[name].to(weight.dtype), weight), name
-    if kind:
-        assert any(not torch.equal(merged[name], weight.float()) for name, weight in whole.items())  # masters have more digits
+    check_reconstructed(tmp_path, "one_partial", first)
+    check_reconstructed(tmp_path, None, whole)
+    if kind:  # masters have more digits
+        assert any(not torch.equal(merge(tmp_path, tag="one")[name], weight.float()) for name, weight in first.items())
+
+
+def check_reconstructed(root: Path, tag: str | None, whole: dict[str, Tensor]) -> None:
+    """By the scripts' own means: every trained weight, and every buffer."""
+    found = reconstruction.full_state_dict(root, tag)
+    assert found.keys() == whole.keys() - {"again.weight"}
+    for name, weight in found.items():
+        assert torch.equal(weight.to(whole[name].dtype), whole[name]), name
 
 
 def uninterrupted(path: str, partial: bool) -> dict[str, Tensor]:

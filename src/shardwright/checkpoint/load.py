@@ -26,6 +26,7 @@ from shardwright.checkpoint import (
 )
 from shardwright.checkpoint.choice import Choice
 from shardwright.checkpoint.collective import absolute, agree, collect, run_everywhere, run_on_rank_zero
+from shardwright.checkpoint.flat_groups import users_own
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.manifest import OBJECT
 from shardwright.checkpoint.placing import Placing
@@ -58,7 +59,8 @@ class _Request:
 class _Files:
     """The files that this rank reads; None where the checkpoint has none, or none is asked for.
 
-    rng: whose random state.   moved: the checkpoint has another layout, and state is read from whichever files have it.
+    rng: whose random state.   moved: state is read from whichever files have it: the checkpoint has another layout, or shards
+    of whole parameters.
     checked: then, the state files that this rank makes sure of.
     check_while_loading: state files are not checked before: it is loaded at once, and each part is checked when it is read.
     """
@@ -167,7 +169,7 @@ def resume_from_checkpoint(
         rng.restore(captured)
         model.restore_random_position(position)
     if rank_zero():
-        moved = f", saved with {chosen.manifest.layout.describe()}" if files.moved else ""
+        moved = f", saved with {chosen.manifest.layout.describe()}" if choice.is_moved(chosen) else ""
         _log.info("resuming from %s%s", chosen.folder, moved)
     return {} if content is None else content
 
@@ -207,7 +209,7 @@ def _choose_whole(request: _Request, skipped: dict[str, str]) -> tuple[Choice, _
     """
     while True:
         chosen = run_on_rank_zero(_CALL, lambda: choice.choose(request.root, request.tag, skipped))
-        name_files = _files_to_check if choice.is_moved(chosen) else _own_files
+        name_files = _files_to_check if _goes_by_manifest(chosen) else _own_files
         files = run_everywhere(_CALL, partial_of(name_files, chosen, request))
         per_rank = collect(_CALL, partial_of(_verify, chosen, files, request))
         damage = [
@@ -216,6 +218,12 @@ def _choose_whole(request: _Request, skipped: dict[str, str]) -> tuple[Choice, _
         if not damage:
             return chosen, files
         _skip(chosen, damage, request, skipped)
+
+
+def _goes_by_manifest(chosen: Choice) -> bool:
+    """May a rank need values from files of others? The same on every rank."""
+    shards = chosen.manifest.layout.sharded_data_parallel_degree > 1 and bool(chosen.manifest.entries)  # see `flat_groups`
+    return shards or choice.is_moved(chosen)
 
 
 def _skip(chosen: Choice, damage: Sequence[str], request: _Request, skipped: dict[str, str]) -> None:
@@ -350,7 +358,7 @@ def _open(chosen: Choice, files: _Files, request: _Request) -> dict[str, Any]:
     """
     loaded = {}
     if (name := files.user_content) is not None:
-        loaded[name] = safe_loading.read_file(chosen.files / name, trust=request.trust, mmap=False)
+        loaded[name] = users_own(safe_loading.read_file(chosen.files / name, trust=request.trust, mmap=False))
     if files.rng is None:
         return loaded
     try:

@@ -1,8 +1,8 @@
 """What is inside a checkpoint: the JSON file that is written last and makes it valid.
 
-Version 1, one object:
+Version 2, one object:
 
-    format, version    "shardwright checkpoint", 1
+    format, version    "shardwright checkpoint", 2; 1 where no slice has `at`, which is the only difference
     checksum           xxh3_128 over the canonical JSON of everything else
     kind               "partial"
     tag, save_id       the tag; a random id of this save
@@ -33,7 +33,8 @@ Version 1, one object:
                        whole tensor it is; key: the path of dict keys and list indices inside the loaded file;
                        [file, key, offset, shape, span] for a piece of that part, which is stored with one dim:
                        span is [start, stop], elements of the part in row-major order, or [start, stop, strides]
-                       in the order of memory that the strides give
+                       in the order of memory that the strides give, or [start, stop, strides or null, at]
+                       where the piece begins at element `at` of a stored tensor that holds others as well
 
 Readers ignore fields they don't know and refuse a version they don't know.
 Source: design.md section 6.
@@ -53,7 +54,7 @@ from shardwright.checkpoint.layout import Layout, Role, StateRole
 from shardwright.errors import CheckpointError
 
 FORMAT = "shardwright checkpoint"
-VERSION = 1
+VERSION = 2
 OBJECT = "object"
 
 KeyPath = tuple[str | int, ...]
@@ -64,6 +65,7 @@ class Slice:
     """One stored copy of a part of a tensor. offset, shape: in the whole tensor, elements per dim.
 
     span: of a piece of that part, [start, stop) elements of it in row-major order, or in that of `strides`.
+    at: the element of the stored tensor, which has one dim, where the piece begins.
     """
 
     file: str
@@ -72,6 +74,7 @@ class Slice:
     shape: tuple[int, ...]
     span: tuple[int, int] | None = None
     strides: tuple[int, ...] | None = None
+    at: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Manifest:
         """Return the JSON text of the file, checksum included."""
         body = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if any(part.at for entry in self.entries for part in entry.slices) else 1,
             "kind": self.kind,
             "tag": self.tag,
             "save_id": self.save_id,
@@ -168,9 +171,9 @@ class Manifest:
             raise CheckpointError(f"the manifest is cut or changed: {error}", where=where) from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise CheckpointError("the manifest isn't one of this library", where=where)
-        if body.get("version") != VERSION:
+        if body.get("version") not in range(1, VERSION + 1):
             raise CheckpointError(
-                f"the manifest has version {body.get('version')!r}, this release reads version {VERSION}",
+                f"the manifest has version {body.get('version')!r}, this release reads versions up to {VERSION}",
                 where=where,
                 remedy="load the checkpoint with the release of shardwright that wrote it, or a later one",
             )
@@ -273,7 +276,8 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
         if part.shape != entry.shape or part.span is not None:
             told += [part.offset, part.shape]
         if part.span is not None:
-            told.append(part.span if part.strides is None else (*part.span, part.strides))
+            rest = (part.strides, part.at) if part.at else () if part.strides is None else (part.strides,)
+            told.append((*part.span, *rest))
         slices.append(told)
     return {
         "role": entry.role,
@@ -293,7 +297,8 @@ def _entry_from_json(data: Mapping[str, Any]) -> Entry:
         offset, size = (part[2], part[3]) if len(part) > 2 else ([0] * len(shape), shape)
         span = part[4] if len(part) > 4 else None
         start_stop = None if span is None else (int(span[0]), int(span[1]))
-        strides = tuple(span[2]) if span is not None and len(span) > 2 else None
-        slices.append(Slice(file, key, tuple(offset), tuple(size), start_stop, strides))
+        strides = tuple(span[2]) if span is not None and len(span) > 2 and span[2] is not None else None
+        at = int(span[3]) if span is not None and len(span) > 3 else 0
+        slices.append(Slice(file, key, tuple(offset), tuple(size), start_stop, strides, at))
     role = cast(StateRole, data["role"])
     return Entry(role, str(data["name"]), data["state"], shape, str(data["dtype"]), tuple(slices))

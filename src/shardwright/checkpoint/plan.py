@@ -103,7 +103,7 @@ def stored(part: Slice) -> Iterator[Stored]:
         placed = [(0, 0)] * len(order)
         for dim, (low, high) in zip(order, box, strict=True):
             placed[dim] = (part.offset[dim] + low, part.offset[dim] + high)
-        yield Stored(part.file, part.key, tuple(placed), first - start, order)
+        yield Stored(part.file, part.key, tuple(placed), part.at + first - start, order)
 
 
 def slow_to_fast(shape: Sequence[int], strides: Sequence[int] | None) -> tuple[int, ...]:

@@ -165,7 +165,7 @@ class _Load:
         for entry in self._entries.get(name, ()):
             if entry.role not in _STATE_ROLES or (entry.state == state.MASTER and not half):
                 continue
-            path = entry.slices[0].key[2:]
+            path = state.path_of(entry)
             inner, now = values, live
             for step in path[:-1]:
                 inner, now = inner.setdefault(step, {}), now.get(step, {}) if isinstance(now, dict) else {}
@@ -202,6 +202,8 @@ class _Load:
 
 def files_of(chosen: Choice, *, with_optimizer: bool) -> Iterator[str]:
     """The state files that such a load may read, on whichever rank."""
+    manifest = chosen.manifest
     roles = ("model", "fp16_states", *(("optimizer",) if with_optimizer else ()))
-    return (name for name, record in chosen.manifest.files.items() if record.role in roles)
+    holders = {part.file for entry in manifest.entries if entry.role in roles for part in entry.slices}
+    return (name for name, record in manifest.files.items() if record.role in roles or name in holders)
 

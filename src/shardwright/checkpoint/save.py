@@ -33,6 +33,7 @@ from shardwright.checkpoint.collective import (
     run_everywhere,
     run_on_rank_zero,
 )
+from shardwright.checkpoint.flat_groups import MODULE, FlatGroups, in_module
 from shardwright.checkpoint.folder import prune
 from shardwright.checkpoint.layout import Layout, Role, StateRole
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, merge_entries
@@ -173,10 +174,13 @@ class _Save:
         self.layout: Layout = present_layout()
         self.call = f"{_CALL} of {folder!r}"
         self.files: dict[str, FileRecord] = {}
+        self.flat: FlatGroups | None = None
 
     def run(self, user_content: Any, keep: int | None, *, blocking: bool) -> None:
         started = time.monotonic()
         run_everywhere(self.call, lambda: self.check_ready(_CALL))
+        if self.flat is not None:
+            self.flat.exchange()
         save_id = run_on_rank_zero(self.call, lambda: self._prepare(user_content))
         temporary = self.store.saving(self.root, self.folder, save_id)
         try:
@@ -233,12 +237,14 @@ class _Save:
             self._log_end(size_bytes, started)
 
     def check_ready(self, call: str) -> None:
-        """Raise UsageError if this rank doesn't know its part."""
+        """Settle what form state is written in. Raise UsageError if this rank doesn't know its part."""
         if self.model is not None and not self.model.partitioned:
             raise UsageError(
                 f"{call} before the model is partitioned: this rank doesn't know its part yet",
                 remedy="run one step first; the model is partitioned by the first step",
             )
+        if self.model is not None and self.optimizer is not None:
+            self.flat = self.optimizer.flat_groups(self.model)
 
     def _prepare(self, user_content: Any) -> str:
         """Rank 0: clean up, make the temporary folder, write what may be refused; return the save id."""
@@ -249,6 +255,8 @@ class _Save:
         self.store.begin(temporary)
         try:
             content = {} if user_content is None else user_content
+            if self.flat is not None:
+                content = self.flat.user_content(content)
             self._write(temporary, layout.USER_CONTENT, "user_content", content)
         except BaseException:
             self.store.discard(temporary)
@@ -281,10 +289,9 @@ class _Save:
         """The files of tensors that this rank writes."""
         parts: list[_Part] = []
         model, optimizer = self.model, self.optimizer
-        table = model.tensor_table() if model is not None else ()
+        ties = () if model is None else model.tied_names()
         if model is not None and (name := self._own_file("model")) is not None:
-            describe = partial_of(state.model_entries, name, table=table)
-            parts.append(_Part(name, "model", lambda: state.compact(model.local_state_dict()), describe))
+            parts.append(self._model_part(name, model, set() if self.flat is None else self.flat.names(ties)))
         if optimizer is not None:
             table = optimizer.parameter_table()
             names = [name for group in optimizer.group_names() for name in group]
@@ -296,8 +303,25 @@ class _Save:
             for role, source in sources.items():
                 if (name := self._own_file(role)) is not None:
                     make = partial_of(_with_names, source, names)
-                    parts.append(_Part(name, role, make, partial_of(_optimizer_entries, role, name, table)))
+                    part = _Part(name, role, make, partial_of(_optimizer_entries, role, name, table))
+                    parts.append(part if self.flat is None else _flattened(part, self.flat, table, ties))
         return parts
+
+    def _model_part(self, name: str, model: CheckpointModel, elsewhere: set[str]) -> _Part:
+        """elsewhere: names of weights that are in the flat groups."""
+        table = model.tensor_table()
+
+        def make() -> Any:
+            return state.compact(model.local_state_dict())
+
+        if self.layout.sharded_data_parallel_degree == 1:
+            return _Part(name, "model", make, partial_of(state.model_entries, name, table=table))
+
+        def describe(content: Any) -> list[Entry]:
+            here = {name: value for name, value in content[MODULE].items() if name not in elsewhere}
+            return state.model_entries(name, here, table, (MODULE,))
+
+        return _Part(name, "model", lambda: in_module(make(), elsewhere, state.PARTIAL_MARK), describe)
 
     def _write_all(self, parts: Sequence[_Part], temporary: Place) -> _Written:
         entries: list[Entry] = []
@@ -370,6 +394,21 @@ def _with_names(source: Callable[[], Any], names: Sequence[str]) -> dict[str, An
 def _optimizer_entries(role: StateRole, name: str, table: Sequence[TensorRow], content: dict[str, Any]) -> list[Entry]:
     names, spans = content[state.PARAM_NAMES], content.get(state.SPANS)
     return state.optimizer_entries(role, name, content["state"], names, table, spans)
+
+
+def _flattened(part: _Part, flat: FlatGroups, table: Sequence[TensorRow], ties: Sequence[Sequence[str]]) -> _Part:
+    """An optimizer's file with flat groups in it; of a file of masters, it without those that are in the flat groups."""
+    if part.role != "optimizer":
+
+        def less() -> Any:
+            content = part.make()
+            return {**content, "state": flat.without_masters(content["state"])}
+
+        return part._replace(make=less)
+    return part._replace(
+        make=lambda: {**part.make(), **flat.beside_state()},
+        describe=lambda content: [*part.describe(content), *flat.entries(part.name, table, ties)],
+    )
 
 
 def _set_aside(part: _Part) -> _Part:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,6 +17,9 @@ from shardwright.checkpoint import host_memory
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.manifest import OBJECT, Entry, KeyPath, Slice
 from shardwright.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwright.checkpoint.flat_groups import FlatGroups
 
 PARTIAL_MARK = "_smp_is_partial"
 PARAM_NAMES = "param_names"
@@ -152,6 +155,9 @@ class CheckpointOptimizer(Protocol):
         `group["params"]`.
         """
 
+    def flat_groups(self, model: CheckpointModel) -> FlatGroups | None:
+        """What is written in flat form, with sharded data parallelism; else None. model: the one being saved beside it."""
+
     def local_state_dict(self, *, gather_if_shard: bool = True) -> dict[str, Any]:
         """torch's form: "state" keyed by index over this rank's groups, "param_groups", plus
         `_smp_is_partial: True`.
@@ -175,15 +181,17 @@ class CheckpointOptimizer(Protocol):
         """
 
 
-def model_entries(file: str, state: Mapping[str, Any], table: Sequence[TensorRow]) -> list[Entry]:
-    """Describe a rank's model file for the manifest."""
+def model_entries(
+    file: str, state: Mapping[str, Any], table: Sequence[TensorRow], inside: KeyPath = ()
+) -> list[Entry]:
+    """Describe a rank's model file for the manifest. inside: the key of the state in the file."""
     rows = {row.name: row for row in table}
     entries = []
     for name, value in state.items():
         if name == PARTIAL_MARK:
             continue
         if not isinstance(value, torch.Tensor):
-            entries.append(_plain_entry("model", name, None, file, (name,)))
+            entries.append(_plain_entry("model", name, None, file, (*inside, name)))
             continue
         row = rows.get(name)
         if row is None:
@@ -194,7 +202,7 @@ def model_entries(file: str, state: Mapping[str, Any], table: Sequence[TensorRow
             )
         if 0 in row.local_shape and 0 not in row.shape:
             continue  # a shard of which this rank has nothing
-        part = Slice(file, (name,), row.offset, row.local_shape)
+        part = Slice(file, (*inside, name), row.offset, row.local_shape)
         entries.append(Entry("model", name, None, row.shape, dtype_name(value), (part,)))
     return entries
 
@@ -236,6 +244,11 @@ def optimizer_entries(
                 part, whole = Slice(file, key, (0,) * len(shape), shape), shape
             entries.append(Entry(role, names[index], label, whole, dtype_name(value), (part,)))
     return entries
+
+
+def path_of(entry: Entry) -> KeyPath:
+    """Where a value lies in the state of its parameter: keys of nested dicts."""
+    return (MASTER,) if entry.state == MASTER else entry.slices[0].key[2:]
 
 
 def attach_by_name(

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import load, save
+from shardwright.checkpoint.flat_groups import FlatGroups
 from shardwright.checkpoint.layout import StateRole
-from shardwright.checkpoint.state import PARTIAL_MARK, TensorRow, attach_by_name, dtype_name
+from shardwright.checkpoint.state import PARTIAL_MARK, CheckpointModel, TensorRow, attach_by_name, dtype_name
 from shardwright.data_parallel import shards
 from shardwright.engine import weights
+from shardwright.engine.full_sharding import flat_groups
+from shardwright.engine.fully_sharded_optimizer import FullyShardedOptimizer
 from shardwright.engine.half_optimizer import HALF_PRECISION_KEYS, HalfPrecisionOptimizer, without_masters
 from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import WrappedOptimizer
@@ -244,6 +247,12 @@ class SavedOptimizer:
     def group_names(self) -> Sequence[Sequence[str]]:
         """Per group: plain names of the parameters that this rank updates."""
         return self._optimizer._group_names()
+
+    def flat_groups(self, model: CheckpointModel) -> FlatGroups | None:
+        """What is written in flat form, with sharded data parallelism."""
+        if not isinstance(self._optimizer, FullyShardedOptimizer) or not isinstance(model, SavedModel):
+            return None
+        return flat_groups(model._model, self._optimizer)
 
     def local_state_dict(self, *, gather_if_shard: bool = True) -> StateDict:
         """torch's form over this rank's parameters, with the mark of partial state dicts."""

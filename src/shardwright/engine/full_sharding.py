@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwright.checkpoint.flat_groups import FlatGroups, FlatParameter
 from shardwright.data_parallel.fully_sharded import FullySharded, Named
 from shardwright.data_parallel.fully_sharded_reducer import FullyShardedReducer
 from shardwright.engine import placement
@@ -18,6 +19,7 @@ from shardwright.engine.replicas import Replicas
 from shardwright.topology import context
 
 if TYPE_CHECKING:
+    from shardwright.engine.fully_sharded_optimizer import FullyShardedOptimizer
     from shardwright.engine.model import DistributedModel
 
 
@@ -68,6 +70,31 @@ def get_param_shapes(model: DistributedModel, optimizer: Any) -> list[OrderedDic
     """
     names = {id(p): name for name, p in model._part.parameters()}
     return [OrderedDict((names[id(p)], p.ds_shape) for p in group) for group in optimizer.fp16_groups]
+
+
+def flat_groups(model: DistributedModel, optimizer: FullyShardedOptimizer) -> FlatGroups:
+    """How a checkpoint writes this rank's shards. Communicates only where `exchange` is called."""
+    shapes = get_param_shapes(model, optimizer)
+    held = iter(optimizer._sw_held())
+
+    def described(name: str, shape: torch.Size, parameter: Any) -> FlatParameter:
+        dtypes = parameter.dtype, next(held).dtype
+        full = torch.float32
+        return FlatParameter(name, tuple(shape), dtypes == (full, full), dtypes[1] is full and dtypes[0] is not full)
+
+    groups = [
+        [described(*named, parameter) for named, parameter in zip(group.items(), members, strict=True)]
+        for group, members in zip(shapes, optimizer.fp16_groups, strict=True)
+    ]
+    here = context.world()
+    return FlatGroups(
+        here.table.degrees.sdp,
+        here.coordinates.shard,
+        groups,
+        get_buffer_names(model),
+        exchange=optimizer._sw_exchange,
+        tensors=lambda: optimizer.fp32_partitioned_groups_flat,
+    )
 
 
 def get_buffer_names(model: DistributedModel) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import models
+import reconstruction
 import shardwright.torch as smp
 import small_checkpoints
 from shardwright.checkpoint.manifest import Manifest
@@ -97,6 +98,29 @@ def test_like_another_checkpoint(saved: Path, tmp_path: Path, run: Run, name: st
     assert manifest_of(one).layout == manifest_of(other).layout
     for file in one.glob("*.pt"):
         assert equal(*(torch.load(folder / file.name, weights_only=False) for folder in (one, other))), file.name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_scripts_read_shards_by_themselves(saved: Path, tmp_path: Path, run: Run, precision: str) -> None:
+    """Flat groups are those of the original, and what they hold is nowhere else."""
+    start, folder = saved / precision, tmp_path / "two_partial"
+    assert run("reshard", start / "two", tmp_path, *LAYOUTS["sharded"])[0] == 0
+    whole = torch.load(start / "whole")
+    found = reconstruction.full_state_dict(tmp_path)
+    trained = {name for group in manifest_of(folder).param_groups for name in group}
+    assert trained <= found.keys() <= whole.keys()
+    for name, weight in found.items():
+        assert torch.equal(weight.to(whole[name].dtype), whole[name]), name
+    for file in folder.glob("fp16_states_*"):
+        assert not torch.load(file)["state"]
+    for file in folder.glob("model_*"):
+        left = {name for name, value in torch.load(file)["module"].items() if value.numel()}
+        assert left == {name for name, value in whole.items() if precision == "bf16" or name not in trained} - tied(folder, precision)
+
+
+def tied(folder: Path, precision: str) -> set[str]:
+    """Names of parameters that are in the flat groups under another name."""
+    return set() if precision == "bf16" else {name for names in manifest_of(folder).ties for name in names}
 
 
 def test_from_a_full_checkpoint(saved: Path, tmp_path: Path, run: Run) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from shardwright.checkpoint import safe_loading, state
 from shardwright.checkpoint.exchange import dcp
-from shardwright.checkpoint.exchange.source import Source, dtype_of, path_of
+from shardwright.checkpoint.exchange.source import Source, dtype_of
 from shardwright.checkpoint.exchange.spooled import Spooled
 from shardwright.checkpoint.manifest import OBJECT, Entry
 from shardwright.checkpoint.storage import Place, RemotePath
@@ -98,7 +98,7 @@ def _optimizer(source: Source, value_of: Callable[[Entry], Any]) -> dict[str, An
     states: dict[str, dict[Any, Any]] = {}
     for role in ("optimizer", "fp16_states"):
         for entry in source.entries(role):
-            put(states.setdefault(entry.name, {}), path_of(entry), value_of(entry))
+            put(states.setdefault(entry.name, {}), state.path_of(entry), value_of(entry))
     return {"state": states, "param_groups": groups, **source.scaler()}
 
 

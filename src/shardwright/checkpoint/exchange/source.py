@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import plan, state
+from shardwright.checkpoint.flat_groups import users_own
 from shardwright.checkpoint.inspection import Checkpoint, usable_manifest
-from shardwright.checkpoint.manifest import OBJECT, Entry, Manifest
+from shardwright.checkpoint.manifest import OBJECT, Entry, Manifest, Slice
+from shardwright.checkpoint.reader import unrolled
 from shardwright.errors import CheckpointError
 
 SCALER_IS_NOT = ("state", "param_groups", state.PARAM_NAMES, state.SPANS, state.MASTER, state.PARTIAL_MARK)
@@ -54,6 +56,14 @@ class Source:
         self.reader.fill(made, offset, plan.plan(entry, [plan.box_of(offset, shape)]))
         return made
 
+    def run(self, entry: Entry, box: plan.Box, span: tuple[int, int], length: int) -> Tensor:
+        """Elements [start, stop) of a box, in row-major order, with zeros behind up to `length`."""
+        made = torch.zeros(length, dtype=dtype_of(entry))
+        offset, shape = [start for start, _ in box], [stop - start for start, stop in box]
+        for part in plan.stored(Slice("", (), tuple(offset), tuple(shape), span)):
+            self.reader.fill(unrolled(made, part), [start for start, _ in part.box], plan.plan(entry, [part.box]))
+        return made
+
     def groups(self) -> list[dict[str, Any]]:
         """The settings of each parameter group, without its parameters. Raises: CheckpointError without an optimizer."""
         file = self.manifest.role_of("optimizer")
@@ -79,19 +89,13 @@ class Source:
     def user_content(self) -> Any:
         """What resume gives back."""
         file = self.manifest.role_of("user_content")
-        return {} if file is None else self.reader.value(file, ())
-
+        return {} if file is None else users_own(self.reader.value(file, ()))
 
 
 def dtype_of(entry: Entry) -> torch.dtype:
     """The dtype of a tensor."""
     found: torch.dtype = getattr(torch, entry.dtype)
     return found
-
-
-def path_of(entry: Entry) -> tuple[str | int, ...]:
-    """Where a value lies in the state of its parameter: keys of nested dicts."""
-    return entry.slices[0].key[2:]
 
 
 def _with_optimizer(manifest: Manifest, file: str, content: dict[str, Any]) -> Manifest:

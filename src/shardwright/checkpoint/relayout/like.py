@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.checkpoint import state
 from shardwright.checkpoint.exchange.source import Source
+from shardwright.checkpoint.flat_groups import MODULE
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.manifest import Entry
 from shardwright.checkpoint.plan import Box, box_of
@@ -25,17 +26,31 @@ def target_like(template: Source) -> Target:
     optimizers = []
     for name, record in manifest.files.items():
         if record.role == "model":
-            content = template.reader.value(name, ())
-            rows = [Row(key, _box(entries[key], name)) for key in content if key != state.PARTIAL_MARK]
+            content = template.reader.outline(name, ())
+            names = [key for key in content.get(MODULE, content) if key != state.PARTIAL_MARK]
+            rows = [Row(key, _box(template, entries[key], name, cuts)) for key in names]
             models.append(ModelFile(name, record.writer, tuple(rows)))
         elif record.role == "optimizer":
             optimizers.append(_optimizer_file(template, name, record.writer, cuts, entries))
     return Target(manifest.layout, tuple(models), tuple(optimizers), manifest.partition)
 
 
-def _box(entry: Entry, file: str) -> Box:
+def _box(template: Source, entry: Entry, file: str, cuts: dict[str, Cut]) -> Box:
+    """What the model file of a rank has, or would have if it weren't in flat groups."""
     part = next((part for part in entry.slices if part.file == file), None)
-    return ((0, 0), *((0, size) for size in entry.shape[1:])) if part is None else box_of(part.offset, part.shape)
+    if part is not None:
+        return box_of(part.offset, part.shape)
+    if entry.slices[0].span is None or not entry.shape:
+        return tuple((0, size if dim else 0) for dim, size in enumerate(entry.shape))
+    (start, stop), *rest = _cut_box(template, file, entry.name, entry.shape, cuts)
+    shard = int(file.removesuffix(".pt").rpartition("_")[2])
+    rows = -(-(stop - start) // template.manifest.layout.sharded_data_parallel_degree)
+    return ((min(start + shard * rows, stop), min(start + (shard + 1) * rows, stop)), *rest)
+
+
+def _cut_box(template: Source, file: str, name: str, shape: tuple[int, ...], cuts: dict[str, Cut]) -> Box:
+    """The part of a parameter that a tp rank has."""
+    return cuts[name].box(_tp_of(template, file)) if name in cuts else box_of((0,) * len(shape), shape)
 
 
 def _optimizer_file(
@@ -43,11 +58,9 @@ def _optimizer_file(
 ) -> OptimizerFile:
     content = template.reader.value(name, ())
     names, spans = content[state.PARAM_NAMES], content.get(state.SPANS, {})
-    tp = _tp_of(template, name)
 
     def member(parameter: str) -> Member:
-        shape = entries[parameter].shape
-        box = cuts[parameter].box(tp) if parameter in cuts else box_of((0,) * len(shape), shape)
+        box = _cut_box(template, name, parameter, entries[parameter].shape, cuts)
         span = spans.get(parameter)
         if span is None:
             return Member(Row(parameter, box))

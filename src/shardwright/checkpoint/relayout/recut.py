@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwright.checkpoint.layout import state_file
+from shardwright.checkpoint.layout import StateRole, state_file
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.plan import Box, box_of
 from shardwright.errors import CheckpointError
@@ -37,13 +37,18 @@ class Cut:
         )
 
 
+_WITH_WEIGHTS: tuple[StateRole, ...] = ("model", "optimizer")
+"""Files that may hold weights, see `flat_groups`."""
+
+
 def saved_cuts(manifest: Manifest) -> dict[str, Cut]:
     """Every tensor of the model that tp ranks have slices of."""
     layout = manifest.layout
     if layout.tp == 1 or manifest.kind == "full":
         return {}
     rank_of = {
-        state_file(layout, "model", pp=pp, tp=tp, rdp=rdp): tp
+        state_file(layout, role, pp=pp, tp=tp, rdp=rdp): tp
+        for role in _WITH_WEIGHTS
         for pp in range(layout.pp)
         for tp in range(layout.tp)
         for rdp in range(layout.rdp)

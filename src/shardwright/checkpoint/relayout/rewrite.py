@@ -14,11 +14,13 @@ import torch
 import shardwright
 from shardwright.checkpoint import integrity, layout, safe_loading, state, storage
 from shardwright.checkpoint.exchange.export import put
-from shardwright.checkpoint.exchange.source import Source, path_of
+from shardwright.checkpoint.exchange.source import Source
+from shardwright.checkpoint.flat_groups import MODULE, in_module
 from shardwright.checkpoint.integrity import HashingWriter
 from shardwright.checkpoint.layout import Role, StateRole
 from shardwright.checkpoint.manifest import OBJECT, Entry, FileRecord, Manifest, merge_entries
 from shardwright.checkpoint.plan import slow_to_fast
+from shardwright.checkpoint.relayout.flat import FlatFiles
 from shardwright.checkpoint.relayout.recut import origin_of
 from shardwright.checkpoint.relayout.target import Member, ModelFile, OptimizerFile, Row, Target
 from shardwright.checkpoint.state import TensorRow
@@ -113,6 +115,7 @@ class _Rewrite:
         for entry in source.manifest.entries:
             if entry.role != "model":
                 self._states.setdefault((entry.role, entry.name), []).append(entry)
+        self._flat = FlatFiles(source, target)
         self._tie = {name: names[0] for names in source.manifest.ties for name in names}
 
     def write(self, tag: str) -> Manifest:
@@ -151,6 +154,8 @@ class _Rewrite:
         made: dict[str, Any] = {}  # tied tensors are one tensor in the file too
         table = []
         for row in file.rows:
+            if row.name in self._flat.names:
+                continue
             entry = self._model[row.name]
             first = self._tie.get(row.name, row.name)
             if first not in made:
@@ -158,9 +163,13 @@ class _Rewrite:
             content[row.name] = made[first]
             if entry.dtype != OBJECT:
                 table.append(TensorRow(row.name, entry.shape, entry.dtype, row.offset, row.shape))
-        content[state.PARTIAL_MARK] = True
-        self._write(file.name, "model", content, file.rank)
-        self._entries.append(state.model_entries(file.name, content, table))
+        if self._target.layout.sharded_data_parallel_degree == 1:
+            self._write(file.name, "model", {**content, state.PARTIAL_MARK: True}, file.rank)
+            self._entries.append(state.model_entries(file.name, content, table))
+            return
+        everything = {row.name: content.get(row.name) for row in file.rows}
+        self._write(file.name, "model", in_module(everything, self._flat.names, state.PARTIAL_MARK), file.rank)
+        self._entries.append(state.model_entries(file.name, content, table, (MODULE,)))
 
     def _value(self, entry: Entry, row: Row) -> Any:
         if entry.dtype == OBJECT:
@@ -173,10 +182,14 @@ class _Rewrite:
         members = [member for group in file.groups for member in group]
         names = [member.row.name for member in members]
         states = {index: values for index, member in enumerate(members) if (values := self._state(role, member))}
+        flat = self._flat.of(file)
+        if flat is not None and role == "fp16_states":
+            states = flat.without_masters(states)
         content: dict[str, Any] = {"state": states, "param_groups": self._groups(role, file)}
         spans = {member.row.name: _span(member) for member in members if member.span is not None}
         if role == "optimizer":
             content[state.PARTIAL_MARK] = True
+            content.update({} if flat is None else flat.beside_state())
         if file.has_pieces:
             content[state.SPANS] = spans
         if role == "fp16_states":
@@ -189,6 +202,8 @@ class _Rewrite:
         name = file.names[role]
         self._write(name, role, content, file.rank)
         self._entries.append(state.optimizer_entries(role, name, states, names, table, spans))
+        if flat is not None and role == "optimizer":
+            self._entries.append(list(flat.entries(name, self._flat.with_ties(table), self._source.manifest.ties)))
 
     def _groups(self, role: StateRole, file: OptimizerFile) -> list[dict[str, Any]]:
         """torch's groups, with their settings beside the moments only."""
@@ -208,11 +223,11 @@ class _Rewrite:
     def _state(self, role: StateRole, member: Member) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
         for entry in self._states.get((role, member.row.name), ()):
-            put(values, path_of(entry), self._state_value(entry, member))
+            put(values, state.path_of(entry), self._state_value(entry, member))
         return values
 
     def _state_value(self, entry: Entry, member: Member) -> Any:
-        like_parameter = entry.shape == self._model[entry.name].shape and path_of(entry)[-1:] != ("step",)
+        like_parameter = entry.shape == self._model[entry.name].shape and state.path_of(entry)[-1:] != ("step",)
         if entry.dtype == OBJECT or not like_parameter:
             found = self._source.whole(entry)
             return found.clone() if isinstance(found, torch.Tensor) else found
@@ -229,7 +244,10 @@ class _Rewrite:
         """Files that are no state of the new layout's ranks. Returns: what the manifest says of where they are from."""
         manifest, target = self._source.manifest, self._target
         record = manifest.role_of("user_content")
-        if record is not None:
+        if self._flat.changes_user_content:
+            content = self._flat.user_content(self._source.user_content())
+            self._write(layout.USER_CONTENT, "user_content", content, 0)
+        elif record is not None:
             self._copy(record, layout.USER_CONTENT, "user_content", 0)
         if target.partition is not None:
             old_form = {

@@ -40,7 +40,7 @@ demo: $(STAMP) ## Train a GPT-2 over two stages, stop, resume, and compare
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP) ## Unit and multi-process tests, without the long matrix
-	$(BIN)/python -m pytest tests/unit tests/multiprocess -m "not heavy"
+	$(BIN)/python -m pytest tests/unit tests/multiprocess -m "not heavy" -n 2 --dist loadfile
 
 test-all: $(STAMP) ## Every test, the long matrix included
 	$(BIN)/python -m pytest tests

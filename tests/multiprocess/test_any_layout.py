@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "layout_examples.py"
 
 
+@pytest.mark.timeout(930)
 @pytest.mark.parametrize(
     ("seed", "count"), [(0, 4), *(pytest.param(seed, 10, marks=pytest.mark.heavy) for seed in range(1, 6))]
 )

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="paths of open f
 SCRIPT = Path(__file__).parents[1] / "chaos_saves.py"
 
 
+@pytest.mark.timeout(630)
 @pytest.mark.parametrize(
     ("seed", "chains", "saves"),
     [(0, 4, 5), *(pytest.param(seed, 4, 10, marks=pytest.mark.heavy) for seed in range(1, 6))],

@@ -47,8 +47,8 @@ def test_a_few_steps(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(1300)
-def test_it_learns_the_same_by_every_route(tmp_path: Path) -> None:
-    """The large route to the end of training; the short one for some steps, for they differ in how weights come in only."""
+def test_over_stages_and_slices_it_learns_as_in_one_process(tmp_path: Path) -> None:
+    """The large route to the end of training; the short one for some steps, since only how weights come in differs."""
     options = ["--test", "120", "--lr", "6e-4"]
     alone = finetuned(tmp_path / "alone", [], "--steps", "25", *options)
     assert alone["accuracy"] > 0.5

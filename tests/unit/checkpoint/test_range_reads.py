@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from shardwright.checkpoint.reader import Reader
 from shardwright.checkpoint.storage import RemotePath
 from shardwright.checkpoint.storage.remote_path import Stat
 from shardwright.errors import CheckpointError
+from stored_files import count_reads, stored
 
 BIG = torch.arange(600 * 1001, dtype=torch.float32).view(600, 1001)
 CONTENT = {
@@ -29,25 +29,14 @@ CONTENT = {
 
 @pytest.fixture
 def root() -> Iterator[RemotePath]:
-    place = storage.place(f"memory://{uuid.uuid4().hex}/run")
-    assert isinstance(place, RemotePath)
-    safe_loading.write_file(place / "f.pt", CONTENT, trust=False)
-    yield place
-    place.fs.rm(place.key, recursive=True)
+    with stored(CONTENT) as place:
+        yield place
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of every request."""
-    found: list[int] = []
-    original = RemotePath._parts
-
-    def counted(self: RemotePath, parts: list[tuple[int, int]]) -> list[bytes]:
-        found.extend(stop - start for start, stop in parts)
-        return original(self, parts)
-
-    monkeypatch.setattr(RemotePath, "_parts", counted)
-    return found
+    return count_reads(monkeypatch)
 
 
 def entry(name: str) -> Entry:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from shardwright.checkpoint import full_files, safe_loading, storage, unread
 from shardwright.checkpoint.storage import RemotePath
 from shardwright.checkpoint.unread import Unread
 from shardwright.errors import CheckpointError
+from stored_files import count_reads, stored
 
 BIG = torch.arange(600 * 1001, dtype=torch.float32).view(600, 1001)
 OTHER = torch.arange(300 * 1001, dtype=torch.bfloat16).view(300, 1001)
@@ -23,25 +23,14 @@ CONTENT = {"big": BIG, "tied": BIG, "other": OTHER, "equal": BIG.clone(), "one":
 
 @pytest.fixture
 def root() -> Iterator[RemotePath]:
-    place = storage.place(f"memory://{uuid.uuid4().hex}/run")
-    assert isinstance(place, RemotePath)
-    safe_loading.write_file(place / "f.pt", CONTENT, trust=False)
-    yield place
-    place.fs.rm(place.key, recursive=True)
+    with stored(CONTENT) as place:
+        yield place
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of every request."""
-    found: list[int] = []
-    original = RemotePath._parts
-
-    def counted(self: RemotePath, parts: list[tuple[int, int]]) -> list[bytes]:
-        found.extend(stop - start for start, stop in parts)
-        return original(self, parts)
-
-    monkeypatch.setattr(RemotePath, "_parts", counted)
-    return found
+    return count_reads(monkeypatch)
 
 
 @pytest.fixture

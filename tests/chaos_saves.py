@@ -332,6 +332,9 @@ class Chain:
             manifest = inspection.usable_manifest(checkpoint)
             mark = layout.MANIFEST if checkpoint.kind == "partial" else f"manifest_{name}.json"
             place = self.draw.choice([*manifest.files, mark])
+            second = checkpoint.place / (place + layout.PREVIOUS_SUFFIX)
+            if second.exists() and second.read_bytes() == (checkpoint.place / place).read_bytes():
+                second.unlink()  # a link to the same file, before it was copied
             how = damage(checkpoint.place / place, self.draw)
             self.seen[f"damage: {how}"] += 1
             try:

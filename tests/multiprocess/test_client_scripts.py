@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOut
 import hf_models
 import smdistributed.modelparallel.torch as smp
 from client_optimizers import ClientFP16Optimizer
-from client_steps import BATCH, LENGTH, QUIET, SLICES, STAGES, agreed, causal_step, ids
+from client_steps import BATCH, LENGTH, QUIET, REPLICAS, SLICES, STAGES, agreed, causal_step, ids
 from harness import RankPool
 
 
@@ -340,3 +340,27 @@ def run_clm() -> Any:
 def test_embeddings_grow_after_marking(pool2: RankPool) -> None:
     for ours, wanted in pool2.run(run_clm, config=SLICES, timeout_s=240):
         assert ours == pytest.approx(wanted, rel=1e-5)
+
+
+# -- Small things that scripts ask for ----------------------------------------------------------------------------------
+
+
+def should_record() -> tuple[list[int], bool]:
+    return smp.get_tp_group(), smp.pp_rank() == 0 and 0 in smp.get_tp_group()
+
+
+def test_the_tensor_parallel_group_is_a_list_of_ranks(pool4: RankPool) -> None:
+    told = pool4.run(should_record, config={**STAGES, "tensor_parallel_degree": 2, "ddp": True, "placement_strategy": "PDT"})
+    assert told == [([0, 1], True), ([0, 1], True), ([2, 3], False), ([2, 3], False)]
+
+
+def average_again() -> None:
+    model = smp.DistributedModel(hf_models.make("gpt2"))
+    causal_step(model, ids(smp.rank()), torch.ones(BATCH, LENGTH))
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    smp.hvd_average_grads()
+    assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+
+
+def test_averaging_gradients_that_are_averaged_changes_nothing(pool2: RankPool) -> None:
+    pool2.run(average_again, config=REPLICAS)

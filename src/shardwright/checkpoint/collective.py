@@ -119,7 +119,8 @@ def collect(call: str, work: Callable[[], _T], axis: Axis = "world") -> list[_T]
     told = _exchange(call, (value, _for_all_ranks(call, error)), axis)
     failures = [failure for _, failure in told if failure is not None]
     if failures:
-        raise failures[0] from error
+        # One of ours would only say the same again.
+        raise failures[0] from (None if isinstance(error, ShardwrightError) else error)
     return [result for result, _ in told]
 
 

@@ -357,10 +357,12 @@ def test_the_tensor_parallel_group_is_a_list_of_ranks(pool4: RankPool) -> None:
 def average_again() -> None:
     model = smp.DistributedModel(hf_models.make("gpt2"))
     causal_step(model, ids(smp.rank()), torch.ones(BATCH, LENGTH))
+    for p in model.parameters():
+        p.grad.mul_(smp.rank() + 1)  # so that another mean would show
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     smp.hvd_average_grads()
     assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
 
 
-def test_averaging_gradients_that_are_averaged_changes_nothing(pool2: RankPool) -> None:
+def test_averaging_on_request_does_nothing_with_ddp(pool2: RankPool) -> None:
     pool2.run(average_again, config=REPLICAS)

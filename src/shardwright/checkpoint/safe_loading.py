@@ -40,7 +40,6 @@ from torch.serialization import (
     safe_globals,
     set_crc32_options,
 )
-from torch.utils.serialization import config as serialization_config
 
 from shardwright.checkpoint import storage
 from shardwright.checkpoint.integrity import HashingWriter
@@ -48,6 +47,11 @@ from shardwright.checkpoint.manifest import Blocks
 from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.checkpoint.storage.attempts import StorageError, attempt
 from shardwright.errors import CheckpointError
+
+try:
+    from torch.utils.serialization import config as serialization_config
+except ImportError:  # a release of torch before it
+    serialization_config = None  # type: ignore[assignment]
 
 _MIN_BLOCK_BYTES = 1 << 20
 _MAX_BLOCKS = 1024
@@ -245,7 +249,7 @@ def _without_crc() -> Iterator[None]:
 def _in_pages(content: object) -> Iterator[None]:
     """Each tensor begins a page of the file, if tensors are large: reading into place takes two thirds of the time then."""
     settings: Any = getattr(serialization_config, "save", None)
-    before = getattr(settings, "storage_alignment", None)  # comes with torch 2.7
+    before = getattr(settings, "storage_alignment", None)  # younger than the oldest torch we support
     sizes = _tensor_sizes(content)
     if before is None or sum(sizes) < max(1, len(sizes)) * _PAGES_FROM_BYTES:
         yield

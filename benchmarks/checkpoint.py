@@ -1,11 +1,13 @@
 """Saving and loading the state of AdamW and its model, sharded over two ranks: ours beside PyTorch's and the raw disk.
 
     python benchmarks/checkpoint.py --gb 0.2
-    python benchmarks/checkpoint.py --rows "raw|DCP|shardwright" --rounds 5
+    python benchmarks/checkpoint.py --rows "DCP|shardwright" --rounds 5
 
---gb: size of the fp32 parameters; the state is three times that, half of it on each rank. `--dir` needs room for six times
+--gb: size of the fp32 parameters; the state is three times that, half of it on each rank. `--dir` needs room for nine times
 the state. Every save ends on the disk. Cold: the files were dropped from the system's cache before; warm: they were just
 read. A row with "after" in its name loads what another row has left, so that one has to be run as well.
+raw s: in turn with the row, in the same processes: plain writes of the same tensors with fsync, and plain reads of the row's own
+files into memory that is ready, each rank its share of every file. So both meet the same disk, and the same memory of the system's cache.
 blocked: how long an asynchronous save keeps the training waiting.   slowdown: of matrix products while it is written.
 extra memory: of all ranks together, as a share of the state.   CPU s: of the busiest rank; it suffers less from a busy
 machine than seconds.
@@ -14,11 +16,12 @@ machine than seconds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 RANKS = 2
-RAW = "raw"
 PEER = "DCP"
 OURS = "shardwright"
 ROWS_OF_TENSOR, COLUMNS = 8192, 1024  # 32 MiB
-OPERATIONS = {"save": "save", "first": "save", "later": "save", "cold": "cold", "warm": "warm"}
-"""What a row measures -> what of the raw row it is compared with."""
+OPERATIONS = ("save", "first", "later", "cold", "warm")
+RAW = "raw "
+"""Prefix of the operation that one is compared with."""
 
 
 def num_layers(args: argparse.Namespace) -> int:
@@ -43,19 +46,15 @@ def num_layers(args: argparse.Namespace) -> int:
 
 
 class Bench:
-    """One rank of one row. Collects figures; all ranks make the same calls."""
+    """One rank of one row. Collects figures, a list for each operation; all ranks make the same calls."""
 
     def __init__(self, args: argparse.Namespace, folder: str, state_bytes: int) -> None:
         self.folder = Path(args.dir, f"benchmark-checkpoint-{folder}")
         self.figures: RankResult = {"bytes": state_bytes}
+        self._turns = args.turns
 
     def clear(self) -> None:
-        """Delete what was saved before, and let the disk settle: deleting while writing makes some disks slow."""
-        if int(os.environ["RANK"]) == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            os.sync()
-        barrier()
+        clear(self.folder)
 
     def time(self, operation: str, work: Callable[[], object], *, cold: bool = False) -> None:
         if cold:
@@ -70,17 +69,80 @@ class Bench:
             barrier()
             seconds = time.perf_counter() - begin
         own, machine = sum(os.times()[:4]) - own, machine_cpu_s() - machine
-        self.figures[operation] = {"s": seconds, "cpu_s": own, "machine_s": machine, "extra": memory.extra_bytes}
+        measured = {"s": seconds, "cpu_s": own, "machine_s": machine, "extra": memory.extra_bytes}
+        self.figures.setdefault(operation, []).append(measured)
 
-    def load_both_ways(self, load: Callable[[], object], tensors: Sequence[Tensor]) -> RankResult:
-        """Cold and warm, each into tensors that hold something else."""
-        expected = [tensor.flatten()[-1].item() for tensor in tensors]
-        for operation in ("cold", "warm"):
-            for tensor in tensors:
-                tensor.detach().zero_()
-            self.time(operation, load, cold=operation == "cold")
-            assert [tensor.flatten()[-1].item() for tensor in tensors] == expected
+    def save(self, save: Callable[[], object], tensors: Sequence[Tensor]) -> RankResult:
+        """Save, and write the same plainly, in turn; each finds the disk without what it wrote before."""
+        plain = self.folder.with_name(f"{self.folder.name}-raw")
+        for turn in range(self._turns):
+            for folder in (plain, self.folder)[:: 1 if turn % 2 else -1]:
+                clear(folder)
+                if folder is plain:
+                    self.time(f"{RAW}save", lambda: write_plainly(plain / os.environ["RANK"], tensors))
+                else:
+                    self.time("save", save)
+        clear(plain)
         return self.figures
+
+    def load(self, load: Callable[[], object], tensors: Callable[[], Sequence[Tensor]]) -> RankResult:
+        """Cold and warm, each in turn with plain reads, into tensors that hold something else.
+
+        tensors: looked up again each time.
+        """
+        expected = last_elements(tensors())
+        for operation in ("cold", "warm"):
+            for turn in range(self._turns):
+                for is_plain in (True, False)[:: 1 if turn % 2 else -1]:
+                    found = tensors()
+                    for tensor in found:
+                        tensor.detach().zero_()
+                    work = (lambda found=found: read_plainly(self.folder, found)) if is_plain else load
+                    self.time(f"{RAW * is_plain}{operation}", work, cold=operation == "cold")
+                    assert is_plain or last_elements(tensors()) == expected, last_elements(tensors())
+        return self.figures
+
+
+def clear(folder: Path) -> None:
+    """Delete what was saved before, and let the disk settle: deleting while writing makes some disks slow."""
+    if int(os.environ["RANK"]) == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        os.sync()
+    barrier()
+
+
+def last_elements(tensors: Sequence[Tensor]) -> list[float]:
+    return [tensor.flatten()[-1].item() for tensor in tensors]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().numpy()).cast("B")
+
+
+def write_plainly(path: Path, tensors: Sequence[Tensor]) -> None:
+    with path.open("wb", buffering=0) as file:
+        for tensor in tensors:
+            left = bytes_of(tensor)
+            while left:
+                left = left[file.write(left) :]
+        os.fsync(file.fileno())
+
+
+def read_plainly(folder: Path, tensors: Sequence[Tensor]) -> None:
+    """This rank's share of every file, in order, into the memory of the tensors, over and over where it is too small."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    memory = itertools.cycle(bytes_of(tensor) for tensor in tensors)
+    room = next(memory)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            file.seek(size * rank // ranks)
+            left = size * (rank + 1) // ranks - file.tell()
+            while left:
+                count = file.readinto(room[:left])
+                left -= count
+                room = room[count:] or next(memory)
 
 
 def barrier() -> None:
@@ -99,27 +161,6 @@ def tensors_of(args: argparse.Namespace, num_shards: int = RANKS) -> dict[str, T
 
 def num_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def raw(args: argparse.Namespace) -> RankResult:
-    """Plain write and fsync, and plain reads into memory that is ready: the limit."""
-    rank = start()
-    tensors = tensors_of(args)
-    bench = Bench(args, "raw", num_bytes(tensors))
-    bench.clear()
-    path = bench.folder / str(rank)
-
-    def move(mode: str, call: str) -> None:
-        with open(path, mode, buffering=0) as file:
-            for tensor in tensors.values():
-                left = memoryview(tensor.numpy()).cast("B")
-                while left:
-                    left = left[getattr(file, call)(left) :]
-            if mode == "wb":
-                os.fsync(file.fileno())
-
-    bench.time("save", lambda: move("wb", "write"))
-    return bench.load_both_ways(lambda: move("rb", "readinto"), list(tensors.values()))
 
 
 def file_per_rank(name: str, save: Callable[[Any, str], None], load: Callable[[str], Any]) -> Callable[..., RankResult]:
@@ -141,9 +182,8 @@ def file_per_rank(name: str, save: Callable[[Any, str], None], load: Callable[[s
             for key, tensor in tensors.items():
                 tensor.copy_(found[key])
 
-        bench.clear()
-        bench.time("save", save_durably)
-        return bench.load_both_ways(load_into_place, list(tensors.values()))
+        bench.save(save_durably, list(tensors.values()))
+        return bench.load(load_into_place, lambda: list(tensors.values()))
 
     return run
 
@@ -180,11 +220,10 @@ def dcp(*, save: bool, ranks: int, folder: str) -> Callable[..., RankResult]:
         content = sharded(tensors, ranks)
         bench = Bench(args, folder, num_bytes(tensors))
         if save:
-            bench.clear()
-            bench.time("save", lambda: checkpoint.save(content, checkpoint_id=bench.folder))
+            bench.save(lambda: checkpoint.save(content, checkpoint_id=bench.folder), list(tensors.values()))
             if ranks == 1:
                 return bench.figures
-        return bench.load_both_ways(lambda: checkpoint.load(content, checkpoint_id=bench.folder), list(tensors.values()))
+        return bench.load(lambda: checkpoint.load(content, checkpoint_id=bench.folder), lambda: list(tensors.values()))
 
     return run
 
@@ -215,7 +254,7 @@ def asynchronous(bench: Bench, save: Callable[[], Callable[[], bool]]) -> RankRe
                 told["slowdown"] = statistics.mean(products) / alone_s
 
         bench.time(operation, go)
-        bench.figures[operation].update(told)
+        bench.figures[operation][-1].update(told)
     return bench.figures
 
 
@@ -310,19 +349,10 @@ def shardwright(*, save: bool, ranks: int, folder: str) -> Callable[..., RankRes
         trained = Trained(args, ranks)
         bench = Bench(args, folder, trained.state_bytes)
         if save:
-            bench.clear()
-            bench.time("save", lambda: trained.save(bench.folder))
+            bench.save(lambda: trained.save(bench.folder), trained.tensors())
             if ranks == 1:
                 return bench.figures
-        # The optimizer may have new tensors after loading, so that these are looked up again each time.
-        for operation in ("cold", "warm"):
-            with torch.no_grad():
-                for tensor in trained.tensors():
-                    tensor.zero_()
-            bench.time(operation, lambda: trained.load(bench.folder), cold=operation == "cold")
-            values = [tensor.flatten()[-1].item() for tensor in trained.tensors()]
-            assert values == [number + 1.0 for number in range(len(values))], values
-        return bench.figures
+        return bench.load(lambda: trained.load(bench.folder), trained.tensors)
 
     return run
 
@@ -332,8 +362,9 @@ def shardwright_fresh(args: argparse.Namespace) -> RankResult:
     trained = Trained(args, RANKS, fresh=True)
     bench = Bench(args, "ours", trained.state_bytes)
     bench.time("cold", lambda: trained.load(bench.folder), cold=True)
-    values = [tensor.flatten()[-1].item() for tensor in trained.tensors()]
+    values = last_elements(trained.tensors())
     assert values == [number + 1.0 for number in range(len(values))], values
+    bench.time(f"{RAW}cold", lambda: read_plainly(bench.folder, trained.tensors()), cold=True)
     return bench.figures
 
 
@@ -359,7 +390,6 @@ def shardwright_async(*, prepared: bool) -> Callable[..., RankResult]:
 
 
 ROWS = {
-    RAW: Row(RANKS, 1, raw),
     "torch.save per rank": Row(RANKS, 1, torch_files(mmap=False)),
     "torch.save per rank, mmap": Row(RANKS, 1, torch_files(mmap=True)),
     "safetensors per rank": Row(RANKS, 1, safetensors),
@@ -386,39 +416,42 @@ def report(results: dict[str, Rounds], args: argparse.Namespace) -> str:
     lines = []
     for name, rounds in results.items():
         state_bytes = sum(rank["bytes"] for rank in rounds[0])
-        for operation, reference in OPERATIONS.items():
-            if operation not in rounds[0][0]:
-                continue
-            measured = [[rank[operation] for rank in ranks] for ranks in rounds]
+        for operation in (operation for operation in OPERATIONS if operation in rounds[0][0]):
+            measured, plain = turns_of(rounds, operation), turns_of(rounds, f"{RAW}{operation}")
             seconds = [max(rank["s"] for rank in ranks) for ranks in measured]
-            middle = statistics.median(seconds)
-
-            def median(key: str, measured: Any = measured) -> float | None:
-                found = [max(rank[key] for rank in ranks) for ranks in measured if all(key in rank for rank in ranks)]
-                return statistics.median(found) if found else None
-
+            middle, limit_s = statistics.median(seconds), middle_of(plain, "s")
             foreign = [
                 max(0.0, ranks[0]["machine_s"] - sum(rank["cpu_s"] for rank in ranks)) / ranks[0]["s"]
                 for ranks in measured
             ]
-            limits = [max(rank[reference]["s"] for rank in ranks) for ranks in results.get(RAW, [])]
             lines.append([
-                name, operation, middle, state_bytes / middle / 1e9,
-                statistics.median(limits) / middle if limits else None,
+                name, operation, middle, limit_s, limit_s and limit_s / middle,
                 statistics.median(sum(rank["extra"] for rank in ranks) for ranks in measured) / state_bytes,
-                median("cpu_s"), median("blocked_s"), median("slowdown"), statistics.median(foreign),
-                (max(seconds) - min(seconds)) / middle,
+                middle_of(measured, "cpu_s"), middle_of(plain, "cpu_s"), middle_of(measured, "blocked_s"),
+                middle_of(measured, "slowdown"), statistics.median(foreign), (max(seconds) - min(seconds)) / middle,
             ])  # fmt: skip
     header = [
-        "row", "operation", "s", "GB/s of all ranks", "speed, of raw", "extra memory", "CPU s of a rank", "blocked s", "slowdown",
+        "row", "operation", "s", "raw s", "speed, of raw", "extra memory", "CPU s", "raw CPU s", "blocked s", "slowdown",
         "foreign cores", "spread",
     ]  # fmt: skip
     return table(header, lines)
 
 
+def turns_of(rounds: Rounds, operation: str) -> list[list[dict[str, float]]]:
+    """All measurements of an operation: of each the figures of all ranks."""
+    return [list(ranks) for results in rounds for ranks in zip(*(rank.get(operation, []) for rank in results), strict=True)]
+
+
+def middle_of(measured: Sequence[Sequence[Mapping[str, float]]], key: str) -> float | None:
+    """The median of what the slowest rank took."""
+    found = [max(rank[key] for rank in ranks) for ranks in measured if all(key in rank for rank in ranks)]
+    return statistics.median(found) if found else None
+
+
 def parse() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the parameters in GB, a third of the state")
+    parser.add_argument("--turns", type=int, default=2, help="how often an operation and its limit are measured in each round")
     parser.add_argument("--dir", default="/tmp", help="where checkpoints go, on the disk to measure")
     return parser
 

@@ -62,7 +62,8 @@ class _Files:
     rng: whose random state.   moved: state is read from whichever files have it: the checkpoint has another layout, or shards
     of whole parameters.
     checked: then, the state files that this rank makes sure of.
-    check_while_loading: state files are not checked before: it is loaded at once, and each part is checked when it is read.
+    check: each part of a state file is checked when it is read.
+    check_while_loading: and not before, since that is at once.
     """
 
     model: str | None = None
@@ -72,6 +73,7 @@ class _Files:
     rng: resumed_streams.Source | None = None
     moved: bool = False
     checked: tuple[str, ...] = ()
+    check: bool = False
     check_while_loading: bool = False
 
     def state(self) -> set[str]:
@@ -188,15 +190,22 @@ def _load_chosen(
         run_everywhere(_CALL, lambda: request.model.restore_partition(record))
     content = loaded.pop(files.user_content, None) if files.user_content else None
     random = loaded.pop(_RANDOM, None)
-    check = files.check_while_loading
     # Without strict the checkpoint that comes next, after a damaged one, may leave some values as they are.
-    reader = Placing(chosen.files, chosen.manifest.files, trust=request.trust, check=check, in_place=request.strict)
+    reader = Placing(chosen.files, chosen.manifest.files, trust=request.trust, check=files.check, in_place=request.strict)
     damage: list[str] = []
+    later = not request.model.partitioned
 
     def load() -> None:
-        damage.extend(_load_tensors(chosen, files, reader, request))
+        try:
+            damage.extend(_load_tensors(chosen, files, reader, request))
+            if later and damage:
+                raise _damaged(chosen, "has been damaged since it was chosen", damage)
+        except BaseException:
+            if later:
+                request.model.load_begins(_parts(request))  # no step may run with the values of the beginning
+            raise
 
-    if not files.moved and not check:  # the files may be gone when the model is partitioned
+    if later and not files.moved:  # the files may be gone when the model is partitioned
         run_everywhere(_CALL, lambda: [reader.value(name, ()) for name in files.state()])
     request.model.run_when_partitioned(load)
     return content, random, damage
@@ -228,16 +237,19 @@ def _goes_by_manifest(chosen: Choice) -> bool:
 
 def _skip(chosen: Choice, damage: Sequence[str], request: _Request, skipped: dict[str, str]) -> None:
     """Go on without a damaged checkpoint, unless it is the one that was asked for."""
-    text = choice.shortened(damage)
     if request.tag is not None:
-        raise CheckpointError(
-            f"{_CALL}: checkpoint {chosen.folder.name!r} is damaged: {text}",
-            where=str(chosen.folder),
-            remedy="resume from another checkpoint, or with tag=None from the latest complete one",
-        )
-    skipped[chosen.name] = text
+        raise _damaged(chosen, "is damaged", damage)
+    skipped[chosen.name] = text = choice.shortened(damage)
     if rank_zero():
         _log.warning("%s: skipping %s, it is damaged: %s", _CALL, chosen.folder, text)
+
+
+def _damaged(chosen: Choice, what: str, damage: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{_CALL}: checkpoint {chosen.folder.name!r} {what}: {choice.shortened(damage)}",
+        where=str(chosen.folder),
+        remedy="resume from another checkpoint, or with tag=None from the latest complete one",
+    )
 
 
 def _own_files(chosen: Choice, request: _Request) -> _Files:
@@ -253,13 +265,15 @@ def _own_files(chosen: Choice, request: _Request) -> _Files:
         at = here.coordinates
         return layout.state_file(manifest.layout, role, pp=at.pp, tp=at.tp, rdp=at.rdp)
 
+    check = _can_check_parts(chosen, request)
     files = _Files(
         model=own("model") if manifest.has("model") else None,
         optimizer=own("optimizer") if request.optimizer is not None else None,
         fp16_states=own("fp16_states") if request.optimizer is not None and manifest.has("fp16_states") else None,
         user_content=layout.USER_CONTENT if layout.USER_CONTENT in manifest.files else None,
         rng=_random_source(chosen),
-        check_while_loading=_checks_while_loading(chosen, request),
+        check=check,
+        check_while_loading=check and request.model.partitioned,
     )
     _check_listed(chosen, files, request)
     return files
@@ -275,12 +289,14 @@ def _files_to_check(chosen: Choice, request: _Request) -> _Files:
     here = world()
     names = list(reshard.files_of(chosen, with_optimizer=request.optimizer is not None))
     user_content = layout.USER_CONTENT if layout.USER_CONTENT in chosen.manifest.files else None
+    check = _can_check_parts(chosen, request)
     files = _Files(
         user_content=user_content,
         rng=_random_source(chosen),
         checked=tuple(names[here.rank :: here.size]),
         moved=True,
-        check_while_loading=_checks_while_loading(chosen, request),
+        check=check,
+        check_while_loading=check and request.model.partitioned,
     )
     _check_listed(chosen, files, request)
     return files
@@ -291,11 +307,11 @@ def _check_listed(chosen: Choice, files: _Files, request: _Request) -> None:
         raise CheckpointError(f"the manifest of {chosen.folder.name!r} lists no {', '.join(sorted(unlisted))}")
 
 
-def _checks_while_loading(chosen: Choice, request: _Request) -> bool:
-    """Equal on all ranks."""
+def _can_check_parts(chosen: Choice, request: _Request) -> bool:
+    """May parts of all state files be checked when they are read? Equal on all ranks."""
     names = reshard.files_of(chosen, with_optimizer=request.optimizer is not None)
-    whole = all(is_checkable(chosen.files / name, chosen.manifest.files[name]) for name in names)
-    return request.model.partitioned and whole and not integrity.checksums_skipped()
+    every = all(is_checkable(chosen.files / name, chosen.manifest.files[name]) for name in names)
+    return every and not integrity.checksums_skipped()
 
 
 def _random_source(chosen: Choice) -> resumed_streams.Source | None:
@@ -390,9 +406,7 @@ def _load_tensors(chosen: Choice, files: _Files, reader: Placing, request: _Requ
             try:
                 work()
             except integrity.Damaged as error:
-                if files.check_while_loading:
-                    return error.what
-                raise
+                return error.what
             return None
 
         per_rank = collect(call, carry_out)
@@ -400,7 +414,7 @@ def _load_tensors(chosen: Choice, files: _Files, reader: Placing, request: _Requ
 
     if damage := damage_of(plan):
         return damage
-    parts: set[StateRole] = {"model"} if request.optimizer is None else {"model", "optimizer"}
+    parts = _parts(request)
     if not request.strict and (damage := damage_of(reader.check_all)):
         return damage
     half_before = request.model.load_begins(parts)
@@ -410,6 +424,10 @@ def _load_tensors(chosen: Choice, files: _Files, reader: Placing, request: _Requ
     left = half_before & {"model"} if not (request.strict or _has_all_names(chosen, request)) else set()
     request.model.load_ends(parts - left)
     return []
+
+
+def _parts(request: _Request) -> set[StateRole]:
+    return {"model"} if request.optimizer is None else {"model", "optimizer"}
 
 
 def _has_all_names(chosen: Choice, request: _Request) -> bool:

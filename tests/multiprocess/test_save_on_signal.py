@@ -8,15 +8,20 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shardwright.torch as smp
-from any_layout import config, wrap
-from harness import RankPool
+from any_layout import config, train, wrap
+from checkpoint_ranks import caught
+from harness import RankPool, run_ranks
 from launched import Launched
+from s3_server import S3Server
 from shardwright.errors import UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
@@ -37,11 +42,13 @@ def train_step(model, x):
     model.backward(loss)
     return loss
 
-stop = smp.save_on_signal("checkpoints", model=model, optimizer=optimizer)
-first = 0
-if os.path.exists("checkpoints"):
-    first = smp.resume_from_checkpoint("checkpoints")["step"] + 1
+path = sys.argv[1]
+stop = smp.save_on_signal(path, model=model, optimizer=optimizer)
+try:
+    first = smp.resume_from_checkpoint(path)["step"] + 1
     print("resumed at", first, flush=True)
+except FileNotFoundError:
+    first = 0
 print("pid", smp.rank(), os.getpid(), flush=True)
 for step in range(first, first + 2 if first else 10_000):
     optimizer.zero_grad()
@@ -72,23 +79,87 @@ def saved_steps(job: Launched) -> list[int]:
     return [int(line.split()[1]) for line in job.stdout.splitlines() if line.startswith("saved")]
 
 
-@pytest.mark.parametrize("whom", ["one rank", "the launcher"])
-def test_all_ranks_save_the_same_step_and_leave(folder: Path, whom: str) -> None:
-    with Launched(folder, "--nproc", "4", "--grace-s", "60", "train.py") as job:
-        job.wait_for("now", 4, timeout_s=120)
-        target = pids(job)[2] if whom == "one rank" else job.process.pid
-        os.kill(target, signal.SIGTERM)
-        time.sleep(0.05)
-        os.kill(pids(job)[2], signal.SIGTERM)  # once more, perhaps in the middle of the save
-        job.process.wait(60)
-        steps = saved_steps(job)
-        assert len(steps) == 4, job.stderr
-        assert len(set(steps)) == 1
-        assert job.stdout.count("left") == 4
-        assert not [p for p in job.processes() if p != job.process.pid]
-    with Launched(folder, "--nproc", "4", "train.py") as job:
-        assert job.process.wait(120) == 0, job.stderr
-        assert job.stdout.count(f"resumed at {steps[0] + 1}\n") == 4
+def losses(job: Launched) -> dict[int, set[float]]:
+    """Of each step, what the ranks have printed."""
+    found: dict[int, set[float]] = {}
+    for _, step, loss in (line.split() for line in job.stdout.splitlines() if line.startswith("step")):
+        found.setdefault(int(step), set()).add(float(loss))
+    return found
+
+
+def plain_losses(num_steps: int) -> list[float]:
+    """What one process gets."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize(("whom", "stored"), [("one rank", "in a folder"), ("the launcher", "in an object store")])
+def test_all_ranks_save_the_same_step_and_leave(folder: Path, whom: str, stored: str) -> None:
+    """What the job has saved is whole, and the next job goes on with it."""
+    with S3Server() if stored == "in an object store" else nullcontext() as server:
+        path = "checkpoints" if server is None else f"s3://{server.bucket}/run"
+        environment = {} if server is None else server.environment
+        if server is not None:
+            server.fail(method="PUT", key="optimizer", times=1)  # is tried again
+        with Launched(folder, "--nproc", "4", "--grace-s", "120", "train.py", path, **environment) as job:
+            job.wait_for("now", 4, timeout_s=120)
+            target = pids(job)[2] if whom == "one rank" else job.process.pid
+            os.kill(target, signal.SIGTERM)
+            time.sleep(0.05)
+            os.kill(pids(job)[2], signal.SIGTERM)  # once more, perhaps in the middle of the save
+            job.process.wait(120)
+            steps = saved_steps(job)
+            assert len(steps) == 4, job.stderr
+            assert len(set(steps)) == 1
+            assert job.stdout.count("left") == 4
+            assert not [p for p in job.processes() if p != job.process.pid]
+        newest = (folder / path / "newest").read_bytes() if server is None else server.get("run/newest")
+        assert newest == f"step_{steps[0]}_partial".encode()
+        assert server is None or server.unfinished_uploads() == []
+        with Launched(folder, "--nproc", "4", "train.py", path, **environment) as job:
+            assert job.process.wait(120) == 0, job.stderr
+            assert job.stdout.count(f"resumed at {steps[0] + 1}\n") == 4
+        told = losses(job)
+        assert set(told) == {steps[0] + 1, steps[0] + 2}
+        expected = plain_losses(steps[0] + 3)
+        assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, of_ranks in told.items() for loss in of_ranks)
+
+
+def stop_in_memory(url: str) -> list[Any]:
+    """Rank 0 gets a signal; what comes of it, and the losses of going on, straight and resumed."""
+    made, model, optimizer = wrap("mlp")
+    with smp.save_on_signal(url, model=model, optimizer=optimizer) as stop:
+        train(made, model, optimizer, 0, 2)
+        assert not stop.should_stop("early")
+        if smp.rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        told = caught(stop.should_stop, "two", {"step": 2})
+        if told[0]:
+            return [told[1], stop.received]
+        assert stop.should_stop("never")
+    straight = train(made, model, optimizer, 2, 4)
+    assert smp.resume_from_checkpoint(url) == {"step": 2}
+    return [straight, train(made, model, optimizer, 2, 4)]
+
+
+def test_memory_is_of_one_process(pool2: RankPool) -> None:
+    url = f"memory://{uuid.uuid4().hex}/run"
+    ((straight, resumed),) = run_ranks(1, stop_in_memory, url, config=config((1, 1, 1)))
+    assert straight == resumed
+    told = pool2.run(stop_in_memory, url, config=config((2, 1, 1)))
+    assert told[0][0] == told[1][0]
+    assert "doesn't see the folder that rank 0 made" in told[0][0]
+    assert [received for _, received in told] == [True, False]
 
 
 def quiet_loop(path: str) -> list[Any]:

@@ -21,6 +21,7 @@ from shardwright.checkpoint.storage import local, steps
 from shardwright.checkpoint.torch_file import TorchFile, Transfer
 from shardwright.topology.context import world
 from shardwright.transport.collectives import barrier
+from shardwright.transport.objects import allgather_object
 
 
 def with_options(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -72,12 +73,17 @@ def resume_and_train(
     return {**fingerprint(model, optimizer), "content": content, "restored": restored}
 
 
-def resume_error(path: str, tag: str | None = None, **resuming: Any) -> tuple[str, str]:
+def resume_error(path: str, tag: str | None = None, agreed: bool = True, **resuming: Any) -> tuple[str, str]:
+    """agreed: do all ranks make this call?"""
     model, optimizer = new()
     before = fingerprint(model, optimizer)
     told = caught(resume_from_checkpoint, path, tag, **{"model": model, "optimizer": optimizer, **resuming})
     torch.manual_seed(1000 + world().rank)
+    # Bytes are compared while they are read, so that damage may be found late; whatever else is wrong, is found before.
+    assert not model.half_loaded or "damaged" in told[1] or "flipped" in told[1], "a resume stopped halfway"
     assert model.half_loaded or fingerprint(model, optimizer) == before, "a failed resume changed the model"
+    if agreed:
+        assert len(set(map(frozenset, allgather_object(model.half_loaded, "world")))) == 1, "ranks marked the model differently"
     return told
 
 
@@ -193,11 +199,26 @@ def save_on_rank_zero_alone(path: str) -> None:
 
 
 def save_and_resume_disagree(path: str) -> tuple[str, str]:
-    return save_error(path) if world().rank == 0 else resume_error(path)
+    return save_error(path) if world().rank == 0 else resume_error(path, agreed=False)
 
 
-def save_again_and_again(path: str, num_saves: int) -> None:
-    """Keep one checkpoint; each rank sleeps at random before a save; once a file is put into an old one."""
+def save_again_and_again(path: str, num_saves: int) -> list[str]:
+    """Keep one checkpoint; each rank sleeps at random before a save; once a file is put into an old one.
+
+    Returns: what this rank moved and deleted.
+    """
+    seen: list[str] = []
+
+    def watch(operation: str, where: str) -> None:
+        if operation in ("move", "exchange", "delete"):
+            seen.append(f"{operation} {Path(where).name}")
+
+    with steps.watched(watch):
+        _save_again_and_again(path, num_saves)
+    return seen
+
+
+def _save_again_and_again(path: str, num_saves: int) -> None:
     model, optimizer = new()
     sleeps = random.Random(world().rank)
     for number in range(num_saves):
@@ -292,16 +313,6 @@ class Opaque:
     """A type that safe loading doesn't know."""
 
     value: int
-
-
-class MakesFolder:
-    """Unpickled without limits, it makes a folder."""
-
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.marker,)
 
 
 def save_opaque_content(path: str, trust: bool = False) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -532,12 +533,24 @@ def _next_step(step: Any, model: Any, optimizer: Any) -> dict[str, Any]:
     return {"loss": loss, **state}
 
 
+def _check_names(folder: Path, partial: bool) -> None:
+    """The files have the plain model's names, those of weights and those of moments."""
+    plain = models.make("gpt2").model
+    weights = sorted(folder.glob("one_partial/model_*")) if partial else [folder / "one"]
+    states = sorted(folder.glob("one_partial/optimizer_*")) if partial else [folder / "optimizer_one"]
+    held = [name for file in weights for name in torch.load(file, weights_only=True) if name != "_smp_is_partial"]
+    updated = [name for file in states for name in torch.load(file, weights_only=True)["param_names"]]
+    assert sorted(held) == sorted(plain.state_dict())
+    assert sorted(updated) == sorted(name for name, _ in plain.named_parameters())
+
+
 @pytest.mark.parametrize("partial", [True, False])
 def test_names_do_not_depend_on_marks(partial: bool, pool2: RankPool, tmp_path: Any) -> None:
     config = {"pipeline_parallel_degree": 2, "microbatches": 2, "log_level": "warning"}
     for first, then in (([1, 3], []), ([1, 3], [0, 1, 2, 3]), ([], [1, 3])):
         folder = str(tmp_path / f"{first}-{then}")
         want = pool2.run(save_marked, folder, first, partial, config=config)
+        _check_names(Path(folder), partial)
         got = pool2.run(resume_marked, folder, then, partial, config=config)
         for a, b in zip(got, want, strict=True):
             assert a.keys() == b.keys()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import errno
-import json
 import os
 import pickle
 import shutil
@@ -16,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 
 import checkpoint_ranks as ranks
 from harness import RankFailure, RankPool, run_ranks
-from shardwright.checkpoint import integrity, layout, manifest
+from hostile_files import MakesFolder, plant
+from shardwright.checkpoint import integrity, layout
 
 TWO_STAGES = {"pipeline_parallel_degree": 2}
 TWO_BY_TWO = {"pipeline_parallel_degree": 2, "ddp": True}
@@ -205,7 +203,13 @@ def test_killed_at_any_moment_the_named_checkpoint_loads(
 
 @pytest.mark.parametrize(
     ("rank", "name", "code"),
-    [(1, "model", errno.ENOSPC), (0, "optimizer", errno.EIO), (0, "user_content", errno.EDQUOT)],
+    [
+        (1, "model", errno.ENOSPC),
+        (0, "optimizer", errno.EIO),
+        (0, "user_content", errno.EDQUOT),
+        (1, "optimizer", errno.EROFS),
+        (0, "manifest", errno.EACCES),
+    ],
 )
 def test_a_failing_disk_is_told_to_every_rank(
     pool2: RankPool, path: Path, rank: int, name: str, code: int
@@ -281,13 +285,15 @@ def test_a_file_in_the_way(pool2: RankPool, tmp_path: Path) -> None:
 # -- ranks disagree, leftovers, rotation ------------------------------------------------------------------
 
 
-def test_the_leftover_of_an_interrupted_save_is_replaced(pool4: RankPool, path: Path) -> None:
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_leftover_of_an_interrupted_save_is_replaced(pool4: RankPool, path: Path, blocking: bool) -> None:
     """FF-21: the folder of the tag exists and holds one rank's file only."""
     leftover = path / "step_4_partial"
     leftover.mkdir(parents=True)
     (leftover / "model_0_0.pt").write_bytes(b"half")
-    run(pool4, ranks.train_and_save, str(path), tag="step_4", config=TWO_BY_TWO)
+    run(pool4, ranks.train_and_save, str(path), tag="step_4", blocking=blocking, config=TWO_BY_TWO)
     assert integrity.verify(leftover) == []
+    assert sorted(os.listdir(path)) == ["newest", "step_4_partial"]
     assert len(run(pool4, ranks.resume_and_train, str(path), tag="step_4", config=TWO_BY_TWO)) == 4
 
 
@@ -314,11 +320,17 @@ def test_rotation_has_one_deleter_and_never_a_gap(pool4: RankPool, path: Path, n
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        run(pool4, ranks.save_again_and_again, str(path), num_saves, config=TWO_BY_TWO)
+        first, *others = run(pool4, ranks.save_again_and_again, str(path), num_saves, config=TWO_BY_TWO)
     finally:
         stop.set()
         watcher.join()
     assert gaps == []
+    assert not [step for steps in others for step in steps], "another rank than 0 moves or deletes"
+    newest_moves = [i for i, step in enumerate(first) if step == "move newest"]
+    deletions = [i for i, step in enumerate(first) if step == f"delete s{len(newest_moves) - 2}_partial"]
+    assert len(newest_moves) == num_saves
+    assert deletions
+    assert deletions[0] > newest_moves[-1], "the old one goes when the new one is named"
     last = f"s{num_saves - 1}_partial"
     assert sorted(os.listdir(path)) == ["newest", last]
     assert newest(path) == last
@@ -505,16 +517,7 @@ def test_a_hostile_file_runs_nothing(pool2: RankPool, path: Path, tmp_path: Path
     """FF-35 a, with a manifest that was made to fit."""
     run(pool2, ranks.train_and_save, str(path), config=TWO_STAGES)
     folder, marker = path / "step_2_partial", tmp_path / "marker"
-    torch.save({"x": ranks.MakesFolder(str(marker))}, folder / name)
-    body = json.loads((folder / layout.MANIFEST).read_bytes())
-    body["files"][name]["bytes"] = (folder / name).stat().st_size
-    body["files"][name]["xxh3_128"] = integrity.file_digest(folder / name)
-    block_bytes, data = body["files"][name]["blocks"][0], (folder / name).read_bytes()
-    sums = [xxhash.xxh3_64_digest(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
-    body["files"][name]["blocks"][1] = base64.b64encode(b"".join(sums)).decode()
-    del body["checksum"]
-    body["checksum"] = manifest._checksum(body)
-    (folder / layout.MANIFEST).write_text(json.dumps(body))
+    plant(folder / layout.MANIFEST, name, marker)
     _, text = same_on_all(run(pool2, ranks.resume_error, str(path), config=TWO_STAGES))
     assert name in text
     assert "mkdir" in text
@@ -525,7 +528,7 @@ def test_a_pickle_in_place_of_metadata_runs_nothing(pool2: RankPool, path: Path,
     run(pool2, ranks.train_and_save, str(path), config=TWO_STAGES)
     marker = tmp_path / "marker"
     for name in ("partition_info.pt", "manifest.json"):
-        (path / "step_2_partial" / name).write_bytes(pickle.dumps(ranks.MakesFolder(str(marker))))
+        (path / "step_2_partial" / name).write_bytes(pickle.dumps(MakesFolder(marker)))
         _, text = same_on_all(run(pool2, ranks.resume_error, str(path), "step_2", config=TWO_STAGES))
         assert name in text
     assert not marker.exists()

@@ -161,11 +161,21 @@ def save_at_once(path: str, tag: str = "only", **options: Any) -> None:
 
 
 def test_files_and_their_names(pool2: RankPool, tmp_path: Path) -> None:
+    """FF-21, full: what an interrupted job of another library left under these names is replaced."""
+    for name in ("only", "optimizer_only"):
+        (tmp_path / name).write_bytes(b"half")
     pool2.run(save_at_once, str(tmp_path), config=config((2, 1, 1)))
     assert sorted(os.listdir(tmp_path)) == ["manifest_only.json", "newest", "only", "optimizer_only", "rng_only", "user_content_only"]
     assert (tmp_path / "newest").read_text() == "only"
     content = torch.load(tmp_path / "only")
     assert content.keys() == models.make("mlp").model.state_dict().keys()
+    assert len(pool2.run(weights_of_mlp, str(tmp_path), config=config((2, 1, 1)))) == 2
+
+
+def weights_of_mlp(path: str) -> dict[str, Tensor]:
+    _, model, _ = wrap("mlp", seed=1)
+    smp.resume_from_checkpoint(path, partial=False)
+    return dict(model.state_dict())
 
 
 def weights_after_resume(path: str, tag: str, **options: Any) -> dict[str, Tensor]:
@@ -246,7 +256,8 @@ def test_changed_and_cut_files_are_refused(pool2: RankPool, tmp_path: Path) -> N
     for damaged in (bytes(flipped), whole[:-100]):
         (tmp_path / "only").write_bytes(damaged)
         for reason in pool2.run(resume_error, str(tmp_path), "only", CheckpointError, config=config((2, 1, 1))):
-            assert "damaged" in reason
+            assert "'only' is damaged: only is" in reason
+            assert "holds no other full one" in reason
 
 
 def save_on_a_full_disk(path: str) -> list[str]:

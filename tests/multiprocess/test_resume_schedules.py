@@ -58,6 +58,9 @@ def ends(optimizer: Any) -> dict[str, Any]:
     assert masters
     assert all(m.dtype is torch.float32 for m in masters.values())
     assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values()), "the interesting case"
+    moments = [values[key] for values in content["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+    assert moments
+    assert all(moment.dtype is torch.float32 for moment in moments)
     return {"masters": masters, "state": content["state"], "scaler": content["loss_scaler"]}
 
 

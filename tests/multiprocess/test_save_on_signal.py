@@ -22,6 +22,7 @@ from checkpoint_ranks import caught
 from harness import RankPool, run_ranks
 from launched import Launched
 from s3_server import S3Server
+from shardwright.checkpoint.storage import steps
 from shardwright.errors import UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
@@ -162,14 +163,31 @@ def test_memory_is_of_one_process(pool2: RankPool) -> None:
     assert [received for _, received in told] == [True, False]
 
 
-def quiet_loop(path: str) -> list[Any]:
-    """Without a signal nothing is saved; the handlers come back; misuse is refused."""
-    _, model, optimizer = wrap("mlp")
+def loops(path: str) -> list[Any]:
+    """Without a signal nothing is saved; signals during the save change nothing; the handlers come back; misuse is refused."""
+    made, model, optimizer = wrap("mlp")
+    train(made, model, optimizer, 0, 1)
     before = signal.getsignal(signal.SIGTERM)
     with smp.save_on_signal(path, model=model, optimizer=optimizer) as stop:
         assert signal.getsignal(signal.SIGTERM) is not before
         answers = [stop.should_stop(tag="never") for _ in range(3)]
     assert signal.getsignal(signal.SIGTERM) is before
+    with smp.save_on_signal(f"{path}/no", model=model, optimizer=optimizer, signals=(signal.SIGUSR2,)) as stop:
+        if smp.rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        told: list[str] = []
+
+        def again(operation: str, where: str) -> None:
+            """Before each write, move and so on of the save the signal comes once more."""
+            told.append(operation)
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+        with steps.watched(again):
+            answers.append(stop.should_stop(tag="last", user_content={"step": 7}))
+        assert len(told) > 5
+        answers.append(stop.should_stop(tag="never"))
+    assert sorted(os.listdir(f"{path}/no")) == ["last_partial", "newest"]
+    assert smp.resume_from_checkpoint(f"{path}/no") == {"step": 7}
     refused: list[Exception] = []
 
     def elsewhere() -> None:
@@ -185,6 +203,6 @@ def quiet_loop(path: str) -> list[Any]:
     return answers
 
 
-def test_without_a_signal(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(quiet_loop, str(tmp_path / "none"), config=config((2, 1, 1))) == [[False] * 3] * 2
-    assert not (tmp_path / "none").exists()
+def test_without_a_signal_and_with_many(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(loops, str(tmp_path / "none"), config=config((2, 1, 1))) == [[False, False, False, True, True]] * 2
+    assert os.listdir(tmp_path / "none") == ["no"]

@@ -18,12 +18,16 @@ from sdp_ranks import config
 from sharded_models import batch, train_step, two_groups, uneven
 
 
-def wrapped(seed: int = 0) -> tuple[Any, Any]:
+def plain_model(seed: int = 0) -> nn.Module:
     plain = uneven(seed)
     plain.register_buffer("mask", torch.arange(3) + seed)
     plain.again = nn.Linear(3, 11, bias=False)  # type: ignore[assignment]
     plain.again.weight = plain.last.weight  # type: ignore[union-attr, assignment]
-    model = smp.DistributedModel(plain)
+    return plain
+
+
+def wrapped(seed: int = 0) -> tuple[Any, Any]:
+    model = smp.DistributedModel(plain_model(seed))
     return model, smp.DistributedOptimizer(two_groups(model, lambda p: torch.optim.AdamW(p, lr=0.01)))
 
 
@@ -84,6 +88,51 @@ def resumed(path: str, partial: bool) -> dict[str, Tensor]:
     return model.state_dict()  # type: ignore[no-any-return]
 
 
+def scaled(seed: int) -> tuple[Any, Any]:
+    model = smp.DistributedModel(uneven(seed))
+    inner = two_groups(model, lambda p: torch.optim.AdamW(p, lr=0.01))
+    scale = {"init_scale": 2.0**10, "scale_window": 2}
+    return model, smp.DistributedOptimizer(inner, dynamic_loss_scale=True, dynamic_loss_args=scale)
+
+
+def saved_both(path: str) -> dict[str, Any]:
+    model, optimizer = scaled(0)
+    steps(model, optimizer, 0, 3)
+    for partial in (True, False):
+        smp.save_checkpoint(f"{path}/{partial}", "three", partial, model, optimizer, user_content=["no", "dict"])
+    return {**optimizer.state_dict(), "scale": optimizer.loss_scale}
+
+
+def without_moments(path: str, saved: dict[str, Any], early: bool, partial: bool) -> None:
+    model, optimizer = scaled(1)
+    if not early:
+        steps(model, optimizer, 0, 1)  # whose moments are not left either
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    content = smp.resume_from_checkpoint(f"{path}/{partial}", partial=partial, load_sharded_optimizer_state=False)
+    assert content == ["no", "dict"]
+    if early:
+        train_step(model, batch(3, 0))  # the model gets its parts
+        optimizer.zero_grad()
+    found = optimizer.state_dict()
+    assert optimizer.loss_scale == saved["scale"] != 2.0**10
+    assert not any(value for value in found["state"].values()), "moments begin anew"
+    assert [group["lr"] for group in found["param_groups"]] == [0.5, 0.5]
+    assert found["fp32_from_fp16"].keys() == saved["fp32_from_fp16"].keys()
+    assert all(torch.equal(master, saved["fp32_from_fp16"][i]) for i, master in found["fp32_from_fp16"].items())
+    assert any(not torch.equal(master, master.half().float()) for master in found["fp32_from_fp16"].values())
+    steps(model, optimizer, 3, 4)
+    assert all(values["step"] == 1 for values in optimizer.state_dict()["state"].values())
+
+
+def test_masters_and_the_scale_without_moments(pool2: RankPool, tmp_path: Path) -> None:
+    """load_sharded_optimizer_state=False."""
+    settings = config(2, 2, fp16=True)
+    saved = pool2.run(saved_both, str(tmp_path), config=settings)[0]
+    for early, partial in ((False, True), (False, False), (True, True)):
+        pool2.run(without_moments, str(tmp_path), saved, early, partial, config=settings)
+
+
 @pytest.mark.parametrize("kind", [None, pytest.param("bf16", marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("partial", [True, False])
 def test_checkpoints(pool2: RankPool, pool4: RankPool, tmp_path: Path, partial: bool, kind: str | None) -> None:
@@ -97,20 +146,33 @@ def test_checkpoints(pool2: RankPool, pool4: RankPool, tmp_path: Path, partial: 
     if partial:
         folder = tmp_path / "two_partial"
         assert sorted(p.name for p in folder.glob("optimizer_*")) == [f"optimizer_{s}.pt" for s in range(4)]
+    else:
+        check_plain_shapes(tmp_path)
     for pool, degree in ((pool4, 2), (pool2, 2), (pool2, 1)):
         for run in pool.run(resumed, path, partial, config=config(degree, 2, **more)):
             for name, weight in whole.items():
                 torch.testing.assert_close(run[name], weight, rtol=1e-5 if kind is None else 1e-2, atol=1e-6 if kind is None else 1e-3)
 
 
+def check_plain_shapes(root: Path) -> None:
+    """A full checkpoint holds whole tensors without padding, of the model and of the optimizer."""
+    plain = plain_model()
+    shapes = {name: weight.shape for name, weight in plain.state_dict().items()}
+    assert {name: weight.shape for name, weight in torch.load(root / "two", weights_only=True).items()} == shapes
+    content = torch.load(root / "optimizer_two", weights_only=True)
+    moments = {content["param_names"][i]: state["exp_avg"].shape for i, state in content["state"].items()}
+    assert moments.keys() == {name for name, p in plain.named_parameters() if p.requires_grad and "unused" not in name}
+    assert all(shape == shapes[name] for name, shape in moments.items())
+
+
 @pytest.mark.heavy
-def test_sizes_that_fill_no_rank_go_from_four_ranks_to_three_and_one(pool4: RankPool, tmp_path: Path) -> None:
+def test_sizes_that_fill_no_rank_go_from_four_ranks_to_fewer(pool4: RankPool, tmp_path: Path) -> None:
     """FF-16: whole models' shards, and shards of the optimizer's state alone."""
     alone = {"shard_optimizer_state": True}
     kinds = {"shards": config(4, 2), "state": {**config(1, 2), **alone}}
     cases = [(kind, partial, str(tmp_path / f"{kind}-{partial}")) for kind in kinds for partial in (True, False)]
     whole = {path: pool4.run(uninterrupted, path, partial, config=kinds[kind])[0] for kind, partial, path in cases}
-    for num, afters in ((4, kinds.values()), (3, [config(3, 2), {**config(1, 2), **alone}]), (1, [config(1, 2)])):
+    for num, afters in ((4, kinds.values()), (3, [config(3, 2), {**config(1, 2), **alone}]), (2, [{**config(1, 2), **alone}]), (1, [config(1, 2)])):
         with RankPool(num) as pool:
             for _, partial, path in cases:
                 for after in afters:

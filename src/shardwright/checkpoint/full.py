@@ -322,6 +322,7 @@ def resume(
     optimizer: CheckpointOptimizer | None,
     *,
     strict: bool,
+    moments: bool,
     translate_function: Translate | None,
     trust: bool,
 ) -> Any:
@@ -330,6 +331,7 @@ def resume(
     Called by: every rank of the world. Collectives: a few small ones; tensors are read from the file by every rank, mapped,
         each only what it needs.
     tag: None takes the one in `newest`. `pytorch_model.bin` also stands for what transformers writes in its place.
+    moments: False takes only masters and the loss scaler of the optimizer's state.
     translate_function: makes the model's own names of the file's; without it names of the original model are recognised.
     Optimizer state is loaded where the checkpoint has some. Random state as from a partial checkpoint, if the checkpoint has some:
     with the same layout each rank's own; where training goes on, with optimizer state, the saved partition is taken over then.
@@ -348,51 +350,53 @@ def resume(
         if translate_function is not None:
             content = _translated(content, translate_function)
         _tie_again(content, model)
-        moments = None
+        whole_state = None
         if optimizer is not None and found.optimizer is not None:
-            moments = full_files.read_nested(found.optimizer, trust=trust)
+            whole_state = full_files.read_nested(found.optimizer, trust=trust)
         user: Any = {}
         if found.user_content is not None and found.user_content.stat().st_size:
             user = safe_loading.read_file(found.user_content, trust=trust, mmap=False)
-        return content, moments, user, _random_state(found, strict=strict, trust=trust)
+        return content, whole_state, user, _random_state(found, strict=strict, trust=trust)
 
-    content, moments, user, random = run_everywhere(call, read)
+    content, whole_state, user, random = run_everywhere(call, read)
     if not found.model and strict:
         raise CheckpointError(
             f"checkpoint {name!r} holds no model: it was saved with model=None",
             remedy="resume from another checkpoint; strict=False goes on with the present weights",
         )
 
-    failed: list[OSError] = []
+    fitted: dict[StateRole, dict[str, Any]] = {}
 
-    def load() -> bool:
-        try:
-            if found.model:
-                model.load_whole(content, strict=strict, translated=translate_function is not None)
-            if moments is not None and optimizer is not None:
-                optimizer.load_whole(moments, strict=strict)
-        except OSError as error:  # from a store
-            failed.append(error)
-        return bool(failed)
+    def fit() -> None:
+        if found.model:
+            fitted["model"] = model.fitted(content, strict=strict, translated=translate_function is not None)
+        if whole_state is not None and optimizer is not None:
+            fitted["optimizer"] = optimizer.fitted(whole_state, strict=strict)
+            if not moments:
+                present = optimizer.local_state_dict(gather_if_shard=False)
+                fitted["optimizer"] = state.without_moments(fitted["optimizer"], present)
+
+    def load() -> None:
+        if "model" in fitted:
+            model.load_whole(fitted["model"], strict=strict)
+        if "optimizer" in fitted and optimizer is not None:
+            optimizer.load_whole(fitted["optimizer"])
 
     def load_everywhere() -> None:
-        parts: set[StateRole] = {"model"} if found.model else set()
-        parts |= {"optimizer"} if moments is not None else set()
-        half_before = model.load_begins(())
+        run_everywhere(call, fit)
+        half_before = model.load_begins(fitted)
         try:
-            if any(collect(f"{call}, loading {name!r}", load)):
-                model.load_begins(parts)  # and will not end
-                run_everywhere(f"{call}, loading {name!r}", lambda: _raise_first(failed))
-        except KeyboardInterrupt:
-            model.load_begins(parts)
+            run_everywhere(f"{call}, loading {name!r}", load)
+        except BaseException:
+            model.load_begins(fitted)  # and will not end
             raise
-        model.load_ends(parts - half_before)  # of the others `load_whole` knows whether they are whole now
+        model.load_ends(fitted.keys() - half_before)  # of the others `load_whole` knows whether they are whole now
 
     if model.is_delayed or isinstance(root, RemotePath):  # then each rank reads what it holds
         model.run_when_partitioned(load_everywhere)
     else:
         load_everywhere()
-    if moments is not None:
+    if whole_state is not None:
         run_everywhere(call, lambda: _take_partition(found, model))
     if random is not None:
         captured, position = random
@@ -401,11 +405,6 @@ def resume(
     if rank_zero():
         _log.info("resuming from %s", root / name)
     return {} if user is None else user
-
-
-def _raise_first(errors: Sequence[Exception]) -> None:
-    for error in errors:
-        raise error
 
 
 def _translated(content: dict[str, Any], translate: Translate) -> dict[str, Any]:

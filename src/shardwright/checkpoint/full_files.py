@@ -102,11 +102,14 @@ def inspect(
     return manifest, integrity.check_files(root, manifest, manifest.files, checksums=checksums), {}
 
 
-def remedy(root: Place) -> str:
-    """Which full checkpoints a folder holds."""
+def remedy(root: Place, but: str = "") -> str:
+    """Which full checkpoints a folder holds. but: one that isn't offered."""
     if not root.is_dir():
         return f"check the path: {root} is not a folder"
     found = tags(root)
+    if found == [but]:
+        return f"{root} holds no other full one"
+    found = [tag for tag in found if tag != but]
     if found:
         return f"tag= one of {', '.join(found)}"
     partial = sorted(p.name for p in root.glob("*" + layout.PARTIAL_SUFFIX) if p.is_dir())
@@ -128,10 +131,11 @@ def find(root: Place, tag: str, *, strict: bool = True) -> Found:
         model = (by_role["model"],) if "model" in by_role else ()
         return Found(model, by_role.get("optimizer"), by_role.get("user_content"), by_role.get("rng"), manifest)
     if any((root / name).exists() for name in _with_previous(manifest_file(tag))):
+        _, problems, _ = inspect(root, tag, checksums=checksums)
         raise CheckpointError(
-            f"full checkpoint {tag!r} is damaged: its files don't match its manifest",
+            f"full checkpoint {tag!r} is damaged: {'; '.join(map(str, problems))}",
             where=str(root / tag),
-            remedy=f"resume from another checkpoint; {remedy(root)}",
+            remedy=f"resume from another checkpoint; {remedy(root, but=tag)}",
         )
     user = root / user_content_file(tag)
     return Found(plain_files(root, tag), None, user if user.is_file() else None)

@@ -45,7 +45,10 @@ _RANDOM = "random state"
 
 @dataclass(frozen=True)
 class _Request:
-    """What the caller asked for, equal on all ranks, and the objects of this rank to load into."""
+    """What the caller asked for, equal on all ranks, and the objects of this rank to load into.
+
+    moments: False leaves the optimizer's settings and state fresh, but for masters and loss scaler.
+    """
 
     root: Place
     tag: str | int | None
@@ -53,6 +56,7 @@ class _Request:
     trust: bool
     model: CheckpointModel
     optimizer: CheckpointOptimizer | None
+    moments: bool
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ def resume_from_checkpoint(
     there. load_optimizer (or load_optimizer_states): False leaves the optimizer fresh, and fp32 masters at the
     loaded weights.
     translate_function: for full checkpoints, see `full.resume`.
-    load_sharded_optimizer_state: for sharded data parallelism, without effect here.
+    load_sharded_optimizer_state: with sharded data parallelism, False takes over the fp32 masters and the loss scaler only: moments
+    begin anew, settings stay. Without it there is no such state, and it has no effect.
     trust: load files that could run code.
     Random state is restored at once: each rank's own, or that of the same place in another layout (`resumed_streams`); a
     checkpoint that was made without a job has none. With the same layout the saved partition is taken over. With another one
@@ -136,6 +141,7 @@ def resume_from_checkpoint(
             "partial": partial,
             "strict": strict,
             "load_optimizer": with_optimizer,
+            "load_sharded_optimizer_state": load_sharded_optimizer_state,
             "has model": model is not None,
             "has optimizer": optimizer is not None,
             "trust": trust,
@@ -148,6 +154,7 @@ def resume_from_checkpoint(
         )
     background.finish()
     root = storage.place(where)
+    moments = load_sharded_optimizer_state or world().config.sharded_data_parallel_degree == 1
     if not partial:
         return full.resume(
             root,
@@ -155,10 +162,11 @@ def resume_from_checkpoint(
             model,
             optimizer if with_optimizer else None,
             strict=strict,
+            moments=moments,
             translate_function=translate_function,
             trust=trust,
         )
-    request = _Request(root, tag, strict, trust, model, optimizer if with_optimizer else None)
+    request = _Request(root, tag, strict, trust, model, optimizer if with_optimizer else None, moments)
     skipped: dict[str, str] = {}
     while True:
         chosen, files = _choose_whole(request, skipped)
@@ -397,7 +405,8 @@ def _load_tensors(chosen: Choice, files: _Files, reader: Placing, request: _Requ
     def plan() -> None:
         if files.moved:
             to = chosen, request.model, request.optimizer, reader
-            planned.append(reshard.plan_load(*to, with_model=chosen.manifest.has("model"), strict=request.strict))
+            with_model = chosen.manifest.has("model")
+            planned.append(reshard.plan_load(*to, with_model=with_model, strict=request.strict, moments=request.moments))
         else:
             planned.append(_plan_own(files, reader, request))
 

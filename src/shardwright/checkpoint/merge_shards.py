@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import inspection, layout
+from shardwright.checkpoint import inspection, layout, safe_loading
 from shardwright.checkpoint.state import MASTER
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
@@ -110,4 +110,4 @@ def _unflattened(shapes: Mapping[str, torch.Size], flat: Sequence[Tensor], place
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"there is no {path.name}", where=str(path.parent))
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return safe_loading.read_file(path, trust=safe_loading.trusted(None))

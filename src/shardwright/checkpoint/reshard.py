@@ -38,17 +38,18 @@ def plan_load(
     *,
     with_model: bool,
     strict: bool,
+    moments: bool,
 ) -> Callable[[], None]:
     """Ask the reader for this rank's share of the model, and of the optimizer if there is one.
 
     Called by: every rank, once the model is partitioned. Collectives: none.
-    with_model: does the checkpoint hold a model?
+    with_model: does the checkpoint hold a model?   moments: False plans for masters and loss scaler only.
     Returns: what reads and loads it.
     Raises: CheckpointError naming what is nowhere in the checkpoint; Damaged.
     """
     work = _Load(chosen, model, reader)
     rest = work.plan_model(strict=strict) if with_model else {}
-    content = None if optimizer is None else work.plan_optimizer(optimizer, strict=strict)
+    content = None if optimizer is None else work.plan_optimizer(optimizer, strict=strict, moments=moments)
 
     def load() -> None:
         reader.run()
@@ -109,7 +110,7 @@ class _Load:
 
     # ------------------------------------------------------------------ the optimizer
 
-    def plan_optimizer(self, optimizer: CheckpointOptimizer, *, strict: bool) -> dict[str, Any]:
+    def plan_optimizer(self, optimizer: CheckpointOptimizer, *, strict: bool, moments: bool) -> dict[str, Any]:
         """Ask for the state of what this rank updates, parameters or pieces. Returns: what to hand to the optimizer then."""
         manifest = self._chosen.manifest
         present = optimizer.local_state_dict(gather_if_shard=False)
@@ -117,11 +118,13 @@ class _Load:
         half = present_half is not None
         self._spans = present.get(state.SPANS) or {}
         names = optimizer.group_names()
-        saved = self._settings(optimizer.full_group_names(), strict=strict)
+        settings = state.settings_of(present)
+        if moments:
+            settings = self._settings(optimizer.full_group_names(), strict=strict)
         states: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         index = 0
-        for options, group in zip(saved, names, strict=True):
+        for options, group in zip(settings, names, strict=True):
             indices = range(index, index + len(group))
             index += len(group)
             groups.append({**options, "params": list(indices)})
@@ -129,7 +132,7 @@ class _Load:
                 live = {**present["state"].get(number, {})}
                 if present_half is not None:
                     live.update(present_half["state"].get(number, {}))
-                values = self._state_of(name, live, half=half)
+                values = self._state_of(name, live, half=half, moments=moments)
                 if values:
                     states[number] = values
         scaler = {}
@@ -157,13 +160,13 @@ class _Load:
             },
         }
         attached = state.attach_by_name(everything, present, strict=strict)
-        return [{k: v for k, v in group.items() if k != "params"} for group in attached["param_groups"]]
+        return state.settings_of(attached)
 
-    def _state_of(self, name: str, live: Mapping[Any, Any], *, half: bool) -> dict[Any, Any]:
+    def _state_of(self, name: str, live: Mapping[Any, Any], *, half: bool, moments: bool) -> dict[Any, Any]:
         """Everything saved of one parameter, as torch nests it. live: its state of now."""
         values: dict[Any, Any] = {}
         for entry in self._entries.get(name, ()):
-            if entry.role not in _STATE_ROLES or (entry.state == state.MASTER and not half):
+            if entry.role not in _STATE_ROLES or not (half if entry.state == state.MASTER else moments):
                 continue
             path = state.path_of(entry)
             inner, now = values, live

@@ -130,10 +130,13 @@ class CheckpointModel(Protocol):
     def original_names(self, content: dict[str, Any]) -> dict[str, Any]:
         """A whole state dict in the names of the model before modules were replaced. The tensors may be deferred."""
 
-    def load_whole(self, content: Mapping[str, Any], *, strict: bool, translated: bool) -> None:
-        """Copy this rank's share of whole tensors. translated: the names are the wrapped model's; otherwise they may
-        be the original's.
+    def fitted(self, content: Mapping[str, Any], *, strict: bool, translated: bool) -> dict[str, Any]:
+        """Whole tensors in the wrapped model's names; nothing changes. translated: they have these; otherwise they may have
+        the original's. Raises: CheckpointError, on all ranks alike, if they don't fit the model.
         """
+
+    def load_whole(self, content: Mapping[str, Any], *, strict: bool) -> None:
+        """Copy this rank's share of what `fitted` returned."""
 
     def random_position(self) -> Mapping[str, int]:
         """The counters that derived random streams depend on (the step number, ...)."""
@@ -166,8 +169,14 @@ class CheckpointOptimizer(Protocol):
     def parameter_table(self) -> Sequence[TensorRow]:
         """`CheckpointModel.parameter_table` of the model whose parameters these are."""
 
-    def load_whole(self, state: dict[str, Any], *, strict: bool) -> None:
-        """Take over this rank's share of the whole optimizer's state, in torch's form with `PARAM_NAMES`."""
+    def fitted(self, state: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+        """The whole optimizer's state, which is in torch's form with `PARAM_NAMES`, for the present groups; nothing changes.
+
+        Raises: as `attach_by_name`, on all ranks alike.
+        """
+
+    def load_whole(self, state: dict[str, Any]) -> None:
+        """Take over this rank's share of what `fitted` returned."""
 
     def load_local(self, state: dict[str, Any]) -> None:
         """Take over a dict in that form, indices as in `group_names()`. The tensors are the optimizer's to
@@ -297,6 +306,19 @@ def attach_by_name(
         groups.append({**options, "params": indices})
     spans = {SPANS: saved[SPANS]} if SPANS in saved else {}
     return {"state": state, "param_groups": groups, **spans}
+
+
+def settings_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What an optimizer dict says of each group besides its parameters."""
+    return [{k: v for k, v in group.items() if k not in ("params", PARAM_NAMES)} for group in content["param_groups"]]
+
+
+def without_moments(content: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a whole optimizer dict the masters and the loss scaler, with the settings of another one of the same groups."""
+    masters = {i: {MASTER: values[MASTER]} for i, values in content["state"].items() if MASTER in values}
+    members = (group["params"] for group in content["param_groups"])
+    groups = [{**settings, "params": params} for settings, params in zip(settings_of(present), members, strict=True)]
+    return {**content, "state": masters, "param_groups": groups}
 
 
 def _by_order(saved: Sequence[Mapping[str, Any]], present: Sequence[Sequence[str]]) -> Sequence[str]:

@@ -25,7 +25,8 @@ from shardwright.engine.model import DistributedModel
 from shardwright.engine.optimizer import WrappedOptimizer
 from shardwright.engine.origin import origin_record
 from shardwright.engine.state import state
-from shardwright.errors import UsageError
+from shardwright.engine.substitution import in_own_names
+from shardwright.errors import CheckpointError, UsageError
 from shardwright.partition.plan import PartitionPlan
 from shardwright.partition.tree import build_tree, to_record
 from shardwright.tensor_parallel import randomness
@@ -204,9 +205,24 @@ class SavedModel:
             content = to_original(content)
         return content
 
-    def load_whole(self, content: Mapping[str, Any], *, strict: bool, translated: bool) -> None:
+    def fitted(self, content: Mapping[str, Any], *, strict: bool, translated: bool) -> StateDict:
+        """Whole tensors in the names of the wrapped model, which fit it."""
+        whole, mark = weights.split_mark(content)
+        if not translated and mark is None:
+            whole = in_own_names(whole, self._part.keys(), self.tied_names())
+        try:
+            weights.check(self._part, whole, strict=strict)
+        except RuntimeError as error:
+            raise CheckpointError(
+                str(error),
+                remedy="build the model as it was when saved, and mark the same modules for tensor parallelism, whatever the"
+                " degree; strict=False tolerates names, not shapes",
+            ) from error
+        return {**whole, PARTIAL_MARK: False}
+
+    def load_whole(self, content: Mapping[str, Any], *, strict: bool) -> None:
         """Copy this rank's share of whole tensors."""
-        self._model.load_state_dict({**content, PARTIAL_MARK: False} if translated else content, strict=strict)
+        self._model.load_state_dict(content, strict=strict)
 
     def random_position(self) -> Mapping[str, int]:
         """Where the streams of distributed modules stand; {} before they were used.
@@ -268,14 +284,18 @@ class SavedOptimizer:
         """Rows of the model's parameters."""
         return SavedModel(self._optimizer._sw_model).parameter_table()
 
-    def load_whole(self, state: StateDict, *, strict: bool) -> None:
-        """Take over this rank's share of a whole state; masters only if this optimizer has some."""
+    def fitted(self, state: StateDict, *, strict: bool) -> StateDict:
+        """A whole state for the present groups; masters only if this optimizer has some."""
         content = attach_by_name(state, self.full_group_names(), strict=strict)
         if isinstance(self._optimizer, HalfPrecisionOptimizer):
             content.update((key, state[key]) for key in HALF_PRECISION_KEYS if key in state)
         else:
             content["state"] = without_masters(content["state"])
-        self._optimizer.load_state_dict(content)
+        return content
+
+    def load_whole(self, state: StateDict) -> None:
+        """Take over this rank's share of a whole state."""
+        self._optimizer.load_state_dict(state)
 
     def load_local(self, state: StateDict) -> None:
         """Take over a dict in torch's form, indexed over this rank's groups."""

@@ -21,6 +21,8 @@ from shardwright.pipeline.pipeline_step import PipelineSteps
 from shardwright.topology import context
 from shardwright.transport import collectives
 
+PARTS: tuple[StateRole, StateRole] = "model", "optimizer"
+
 
 class StepDuties:
     """The wrapped model's side of `pipeline.step.Driver`.
@@ -75,7 +77,8 @@ class StepDuties:
         """Before the first microbatch, on every rank."""
         if self._part.gathered:
             raise UsageError("a step was called after model.cpu(), which ended the training of this model")
-        self.check_loaded()
+        if not self._tells_replicas():
+            self.check_loaded()
         if not self.first_step_began:
             self.first_step_began = True
             self._before_first_step()
@@ -116,7 +119,8 @@ class StepDuties:
 
     def forward_outside(self) -> None:
         """A forward outside of steps, with one pipeline stage: what a step does at its start."""
-        self.check_loaded()
+        if not self._tells_replicas():
+            self.check_loaded()
         self._gradients.forward_outside()
         self._meet_replicas()
 
@@ -127,6 +131,11 @@ class StepDuties:
                 f"the state of the {' and '.join(sorted(self.half_loaded))} was overwritten in part by a load that failed",
                 remedy="load a checkpoint that is whole, or build model and optimizer anew",
             )
+
+    def _tells_replicas(self) -> bool:
+        """Does `level_replicas` come, which checks for all of them whether the last load stopped halfway?"""
+        joined = self._join is not None and self._join.is_open
+        return torch.is_grad_enabled() and self._part.settled and not joined and _num_replicas() > 1
 
     def _meet_replicas(self) -> None:
         """Before a step that may train. Without gradients replicas may make different numbers of steps."""
@@ -145,17 +154,26 @@ class StepDuties:
         """Make replicas equal again if a state dict was loaded on any of them, see the class.
 
         always: give the model of replica 0 to all in any case.
+        Raises: CheckpointError on all of them if a load stopped halfway on one, and replica 0 has not loaded anew since.
         """
-        degrees = context.world().table.degrees
-        if degrees.rdp * degrees.tp == 1:
+        if _num_replicas() == 1:
             return
+        at = context.world()
         mine = [self._loaded_model, self._loaded_optimizer]
-        flags = torch.tensor([*mine, *(not loaded for loaded in mine)], dtype=torch.int32)
+        half = [part in self.half_loaded for part in PARTS]
+        given = [part and at.coordinates.rdp == 0 for part in half]
+        flags = torch.tensor([*mine, *(not loaded for loaded in mine), *half, *given], dtype=torch.int32)
         collectives.all_reduce(flags, "dp", op="max")
-        model_loaded, optimizer_loaded, *not_loaded = flags.tolist()
-        if degrees.sdp > 1:
+        model_loaded, optimizer_loaded, *told = flags.tolist()
+        not_loaded, half, given = told[:2], told[2:4], told[4:]
+        is_sharded = at.table.degrees.sdp > 1
+        if is_sharded:
             self._check_all_loaded((model_loaded, optimizer_loaded), not_loaded)
-            optimizer_loaded = False
+        loaded = (model_loaded, optimizer_loaded)
+        left = [mark if not here or is_sharded else of_0 for here, mark, of_0 in zip(loaded, half, given, strict=True)]
+        self.half_loaded = {part for part, mark in zip(PARTS, left, strict=True) if mark}
+        self.check_loaded()
+        optimizer_loaded = optimizer_loaded and not is_sharded
         if model_loaded or always:
             self._replicas.broadcast()
         if optimizer_loaded:
@@ -216,3 +234,9 @@ class StepDuties:
     def _weights_changed(self) -> None:
         for optimizer in self._optimizers():
             optimizer._sw_weights_changed()
+
+
+def _num_replicas() -> int:
+    """Ranks that hold copies of anything."""
+    degrees = context.world().table.degrees
+    return degrees.rdp * degrees.tp

@@ -94,27 +94,15 @@ def load(
     """
     if part.is_complete:
         with landing_together() if _loads_plainly(part.module) else nullcontext():
-            keys: Keys = part.module.load_state_dict(content, strict=strict)
-        return keys
-    missing = sorted(set(expected) - content.keys())
-    unexpected = sorted(content.keys() - set(expected))
+            loaded: Keys = part.module.load_state_dict(content, strict=strict)
+        return loaded
     here = part.here()
     wanted = {
         n: tuple(shards.local(t).shape) if slices else part.distribution.whole_shape(n, t)
         for n, t in here.items()
         if isinstance(t, torch.Tensor)
     }
-    sizes = [
-        f"size mismatch for {n}: {_size(content[n])} in the dict, {list(shape)} in the model"
-        for n, shape in wanted.items()
-        if n in content and _size(content[n]) != str(list(shape))
-    ]
-    problems = sizes
-    if strict and (missing or unexpected):
-        problems = [f"missing keys {missing}, unexpected keys {unexpected}", *sizes]
-    if problems:
-        name = type(part.module).__name__
-        raise RuntimeError(f"Error(s) in loading state_dict for {name}: {'; '.join(problems)}")
+    keys = _compared(part, content, expected, wanted, strict=strict)
     with torch.no_grad(), landing_together():
         for name, target in here.items():
             if name not in content:
@@ -126,6 +114,37 @@ def load(
                 )
             else:
                 part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(content[name])
+    return keys
+
+
+def check(part: Part, content: StateDict, *, strict: bool) -> None:
+    """Make sure, before anything changes, that a whole state dict in the model's own names fits it, on whichever rank.
+
+    Called by: any rank by itself. A complete model with loading code of its own is left to that.
+    Raises: as `load`.
+    """
+    own_code = any(module._load_state_dict_pre_hooks for module in part.module.modules()) or not _loads_plainly(part.module)
+    if not (part.is_complete and own_code):
+        _compared(part, content, part.keys(), part.shapes(), strict=strict)
+
+
+def _compared(
+    part: Part, content: StateDict, expected: Collection[str], wanted: Mapping[str, tuple[int, ...]], *, strict: bool
+) -> Keys:
+    """Names of a state dict that are missing, and those that aren't expected; RuntimeError if it may not be loaded."""
+    missing = sorted(set(expected) - content.keys())
+    unexpected = sorted(content.keys() - set(expected))
+    sizes = [
+        f"size mismatch for {n}: {_size(content[n])} in the dict, {list(shape)} in the model"
+        for n, shape in wanted.items()
+        if n in content and _size(content[n]) != str(list(shape))
+    ]
+    problems = sizes
+    if strict and (missing or unexpected):
+        problems = [f"missing keys {missing}, unexpected keys {unexpected}", *sizes]
+    if problems:
+        name = type(part.module).__name__
+        raise RuntimeError(f"Error(s) in loading state_dict for {name}: {'; '.join(problems)}")
     return Keys(missing, unexpected)
 
 

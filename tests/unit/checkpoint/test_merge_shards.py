@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from hostile_files import MakesFolder
 from shardwright.checkpoint.merge_shards import get_full_state_dict_from_sharded_data_parallel_checkpoint as merge
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
@@ -64,3 +67,19 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty_partial").mkdir()
     with pytest.raises(CheckpointError, match="there are no shards of sharded data parallelism here"):
         merge(tmp_path, tag="empty")
+
+
+def test_what_scripts_save_beside_and_what_would_run_code(tmp_path: Path) -> None:
+    """FF-35: files of the original are read by the rules of all others."""
+    whole = write(tmp_path, 2)
+    folder, marker = tmp_path / "ten_partial", tmp_path / "marker"
+    told = torch.load(folder / "user_content.pt")
+    torch.save({**told, "args": argparse.Namespace(lr=0.1), "epoch": np.int64(3), "at": Path("/data")}, folder / "user_content.pt")
+    assert torch.equal(merge(tmp_path)["a"], whole["module.a"])
+    for name in ("user_content.pt", "model_0.pt", "optimizer_1.pt"):
+        kept = (folder / name).read_bytes()
+        torch.save({"x": MakesFolder(marker)}, folder / name)
+        with pytest.raises(CheckpointError, match=f"{name} holds"):
+            merge(tmp_path)
+        (folder / name).write_bytes(kept)
+    assert not marker.exists()

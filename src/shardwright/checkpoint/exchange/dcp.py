@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -43,6 +44,7 @@ def write(folder: Path, content: Mapping[str, Any]) -> None:
     """Write a new DCP folder; one tensor is held at a time, for each has its own file.
 
     content: nested dicts, with `Later` in the place of tensors.
+    Raises: what `Later.read` raises, and OSError.
     """
     later: dict[int, Later] = {}
 
@@ -58,7 +60,11 @@ def write(folder: Path, content: Mapping[str, Any]) -> None:
     writer = FileSystemWriter(folder, single_file_per_rank=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted
-        save(describe(content), storage_writer=writer, planner=_Planner(later), no_dist=True)
+        try:
+            save(describe(content), storage_writer=writer, planner=_Planner(later), no_dist=True)
+        except CheckpointException as error:  # which is no Exception, and has the reason in a traceback
+            reason, _ = next(iter(error.failures.values()))
+            raise reason from None
 
 
 class _Planner(DefaultSavePlanner):

@@ -90,9 +90,9 @@ class LocalStorage(Storage):
         try:
             file.write(data)
             file.finish()
-        except OSError:
+        except OSError as error:
             file.abandon()
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error  # a write doesn't tell the name
 
     def replace_text(self, path: Path, text: str, *, unique: str) -> None:
         temporary = path.parent / f"{layout.WORK_PREFIX}{path.name}-{unique}"

@@ -86,3 +86,26 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     model.backward(loss)
     return loss
+
+
+def tied_model(seed: int = 0) -> nn.Module:
+    """Such a model with a buffer and a tie."""
+    plain = uneven(seed)
+    plain.register_buffer("mask", torch.arange(3) + seed)
+    plain.again = nn.Linear(3, 11, bias=False)  # type: ignore[assignment]
+    plain.again.weight = plain.last.weight  # type: ignore[union-attr, assignment]
+    return plain
+
+
+def wrapped(seed: int = 0) -> tuple[Any, Any]:
+    """It and AdamW, wrapped."""
+    model = smp.DistributedModel(tied_model(seed))
+    return model, smp.DistributedOptimizer(two_groups(model, OPTIMIZERS["adamw"]))
+
+
+def train_steps(model: Any, optimizer: Any, first: int, last: int) -> None:
+    """Every rank sees the same batch, so that any number of ranks makes the same run."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        train_step(model, batch(step, 0))
+        optimizer.step()

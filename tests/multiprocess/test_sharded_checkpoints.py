@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import models
 import reconstruction
@@ -15,34 +15,13 @@ import reference
 import shardwright.torch as smp
 from harness import RankPool
 from sdp_ranks import config
-from sharded_models import batch, train_step, two_groups, uneven
-
-
-def plain_model(seed: int = 0) -> nn.Module:
-    plain = uneven(seed)
-    plain.register_buffer("mask", torch.arange(3) + seed)
-    plain.again = nn.Linear(3, 11, bias=False)  # type: ignore[assignment]
-    plain.again.weight = plain.last.weight  # type: ignore[union-attr, assignment]
-    return plain
-
-
-def wrapped(seed: int = 0) -> tuple[Any, Any]:
-    model = smp.DistributedModel(plain_model(seed))
-    return model, smp.DistributedOptimizer(two_groups(model, lambda p: torch.optim.AdamW(p, lr=0.01)))
-
-
-def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
-    """Every rank sees the same batch, so that any number of ranks makes the same run."""
-    for step in range(first, last):
-        optimizer.zero_grad()
-        train_step(model, batch(step, 0))
-        optimizer.step()
+from sharded_models import batch, tied_model, train_step, train_steps, two_groups, uneven, wrapped
 
 
 def saved(path: str) -> list[dict[str, Tensor]]:
     """Tag "one" after two steps; "two" with other weights, of which nothing that neighbours hold is known from a step."""
     model, optimizer = wrapped()
-    steps(model, optimizer, 0, 2)
+    train_steps(model, optimizer, 0, 2)
     smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
     first = model.state_dict()
     model.load_state_dict({n: w + 0.5 if w.is_floating_point() else w for n, w in first.items()})
@@ -75,16 +54,16 @@ def check_reconstructed(root: Path, tag: str | None, whole: dict[str, Tensor]) -
 
 def uninterrupted(path: str, partial: bool) -> dict[str, Tensor]:
     model, optimizer = wrapped()
-    steps(model, optimizer, 0, 2)
+    train_steps(model, optimizer, 0, 2)
     smp.save_checkpoint(path, "two", partial=partial, model=model, optimizer=optimizer, user_content={"step": 2})
-    steps(model, optimizer, 2, 4)
+    train_steps(model, optimizer, 2, 4)
     return model.state_dict()  # type: ignore[no-any-return]
 
 
 def resumed(path: str, partial: bool) -> dict[str, Tensor]:
     model, optimizer = wrapped(seed=1)
     assert smp.resume_from_checkpoint(path, "two", partial=partial)["step"] == 2
-    steps(model, optimizer, 2, 4)
+    train_steps(model, optimizer, 2, 4)
     return model.state_dict()  # type: ignore[no-any-return]
 
 
@@ -97,7 +76,7 @@ def scaled(seed: int) -> tuple[Any, Any]:
 
 def saved_both(path: str) -> dict[str, Any]:
     model, optimizer = scaled(0)
-    steps(model, optimizer, 0, 3)
+    train_steps(model, optimizer, 0, 3)
     for partial in (True, False):
         smp.save_checkpoint(f"{path}/{partial}", "three", partial, model, optimizer, user_content=["no", "dict"])
     return {**optimizer.state_dict(), "scale": optimizer.loss_scale}
@@ -106,7 +85,7 @@ def saved_both(path: str) -> dict[str, Any]:
 def without_moments(path: str, saved: dict[str, Any], early: bool, partial: bool) -> None:
     model, optimizer = scaled(1)
     if not early:
-        steps(model, optimizer, 0, 1)  # whose moments are not left either
+        train_steps(model, optimizer, 0, 1)  # whose moments are not left either
     for group in optimizer.param_groups:
         group["lr"] = 0.5
     content = smp.resume_from_checkpoint(f"{path}/{partial}", partial=partial, load_sharded_optimizer_state=False)
@@ -121,7 +100,7 @@ def without_moments(path: str, saved: dict[str, Any], early: bool, partial: bool
     assert found["fp32_from_fp16"].keys() == saved["fp32_from_fp16"].keys()
     assert all(torch.equal(master, saved["fp32_from_fp16"][i]) for i, master in found["fp32_from_fp16"].items())
     assert any(not torch.equal(master, master.half().float()) for master in found["fp32_from_fp16"].values())
-    steps(model, optimizer, 3, 4)
+    train_steps(model, optimizer, 3, 4)
     assert all(values["step"] == 1 for values in optimizer.state_dict()["state"].values())
 
 
@@ -156,7 +135,7 @@ def test_checkpoints(pool2: RankPool, pool4: RankPool, tmp_path: Path, partial: 
 
 def check_plain_shapes(root: Path) -> None:
     """A full checkpoint holds whole tensors without padding, of the model and of the optimizer."""
-    plain = plain_model()
+    plain = tied_model()
     shapes = {name: weight.shape for name, weight in plain.state_dict().items()}
     assert {name: weight.shape for name, weight in torch.load(root / "two", weights_only=True).items()} == shapes
     content = torch.load(root / "optimizer_two", weights_only=True)

@@ -128,6 +128,9 @@ def test_masters_go_along(
 ) -> None:
     """FF-29: one update is below the spacing of bf16, so weights without masters would stand still."""
     last = pool_of(request, before).run(save_masters, str(tmp_path), config=config(before, **more), timeout_s=120)
+    saved = torch.load(tmp_path / "mid", weights_only=True)
+    assert {t.dtype for t in saved.values()} == {torch.bfloat16 if "bf16" in more else torch.float16}, "of the model"
+    assert saved.keys() == models.make("mlp").model.state_dict().keys(), "and no mark"
     for found in pool_of(request, after).run(load_masters, str(tmp_path), config=config(after, **more), timeout_s=120):
         assert found.keys() <= last[0].keys()
         assert found

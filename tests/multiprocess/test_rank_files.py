@@ -104,6 +104,7 @@ def test_one_file_per_rank(pool4: RankPool, tmp_path: Path) -> None:
     assert sorted(pool4.run(load_place, f, config=TWO_BY_TWO)) == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
     reasons = pool4.run(refused_as_older, f, config=TWO_BY_TWO)
     assert all("ckpt_0_0_0, ckpt_0_0_1" in reason for reason in reasons)
+    assert [f"world rank {rank}" in reason for rank, reason in enumerate(reasons)] == [True] * 4
 
 
 def whole_on_every_rank(f: str, v3: bool) -> int:
@@ -220,3 +221,45 @@ def test_training_goes_on_bit_for_bit(request: pytest.FixtureRequest, tmp_path: 
     whole = pool.run(train, f, False, config=config)
     resumed = pool.run(train, f, True, config=config)
     assert [[x.tolist() for x in losses] for losses in whole] == [[x.tolist() for x in losses] for losses in resumed]
+
+
+def train_by_hook(f: str, resume: bool) -> list[Any]:
+    """The weights at once, and the optimizer's state in a hook at the end of the first step, as a Trainer of scripts does it."""
+    sharded = smp.state.cfg.shard_optimizer_state
+    model = smp.DistributedModel(ranks.net(1 if resume else 0))
+    if smp.pp_size() > 1:
+        ranks.cut(model)
+    optimizer = smp.DistributedOptimizer(ranks.adam(model))
+    if not resume:
+        ranks.train(model, optimizer, 2)
+        content = optimizer.local_state_dict(gather_if_shard=False)
+        if sharded or smp.rdp_rank() == 0:
+            smp.save(content, f, partial=True, v3=sharded)
+        weights = model.state_dict()
+        if smp.rank() == 0:
+            smp.save(weights, f + ".model", partial=False)
+        smp.barrier()
+    else:
+        model.load_state_dict(smp.load(f + ".model", partial=False))
+        called = []
+
+        def hook(model: Any, optimizer: Any) -> None:
+            called.append(optimizer.load_state_dict(smp.load(f, partial=True)))
+
+        model.register_post_step_hook(hook)
+    losses = [loss.tolist() for loss in ranks.train(model, optimizer, 2, 2)]
+    if resume:
+        assert len(called) == 1
+    return [losses, optimizer.state_dict()]
+
+
+@pytest.mark.parametrize(
+    "config", [TWO_STAGES, {**ranks.TWO_REPLICAS, "shard_optimizer_state": True}], ids=["stages", "sharded"]
+)
+def test_optimizer_state_that_a_hook_loads_in_the_first_step(pool2: RankPool, tmp_path: Path, config: dict[str, Any]) -> None:
+    """It counts in that very step."""
+    f = str(tmp_path / "optimizer.pt")
+    whole = pool2.run(train_by_hook, f, False, config=config)
+    assert (tmp_path / "optimizer.pt_0_0_1").exists() == ("shard_optimizer_state" in config)
+    resumed = pool2.run(train_by_hook, f, True, config=config)
+    assert ranks.same(whole, resumed)

@@ -296,6 +296,72 @@ def test_buffers_of_full_checkpoints(pool4: RankPool, tmp_path: Path) -> None:
         check(one, other)
 
 
+def shared_buffers(seed: int = 0) -> SharedBuffers:
+    """Weights and buffers of these random numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return SharedBuffers()
+
+
+def buffers_from_the_start(path: str) -> Any:
+    """Three steps, then both kinds of checkpoints. Returns: the constant as this rank's two
+    blocks have it at the start; the whole state at the end."""
+    model = smp.DistributedModel(shared_buffers(smp.dp_rank()))  # replicas begin with other values
+    ranks.cut(model)
+    optimizer = smp.DistributedOptimizer(ranks.adam(model))
+    ranks.evaluate(model.eval(), ranks.data(0))
+    model.train()
+    own = list(model.get_module().blocks)[2 * smp.pp_rank() :][:2]
+    constants = [block.table.clone() for block in own]
+    ranks.train(model, optimizer, 3)
+    for partial in (True, False):
+        smp.save_checkpoint(path, "three", partial, model, optimizer)
+    return constants, dict(model.state_dict())
+
+
+def buffers_resumed(path: str, partial: bool) -> Any:
+    model = smp.DistributedModel(SharedBuffers())
+    ranks.cut(model)
+    optimizer = smp.DistributedOptimizer(ranks.adam(model))
+    smp.resume_from_checkpoint(path, "three", partial=partial)
+    ranks.evaluate(model.eval(), ranks.data(0))
+    buffers = {n: b.clone() for n, b in model.local_named_buffers() if not n.endswith("unsaved")}
+    model.train()
+    return buffers, ranks.train(model, optimizer, 1, 3), dict(model.state_dict())
+
+
+def test_buffers_of_replicas_and_stages_as_one_process_has_them(pool4: RankPool, tmp_path: Path) -> None:
+    """FF-32 as it is written: 2 stages and 2 replicas, three steps, both kinds of checkpoints."""
+    truth = shared_buffers()
+    table = truth.blocks[0].table.clone()
+    optimizer = ranks.adam(truth)
+    for step in range(3):
+        ranks.reference_step(truth, optimizer, step, (0, 1))
+    wanted = copy.deepcopy(truth.state_dict())
+    ranks.reference_step(truth, optimizer, 3, (0, 1))
+    results = pool4.run(buffers_from_the_start, str(tmp_path), config=TWO_BY_TWO)
+    for constants, whole in results:
+        assert [torch.equal(value, table) for value in constants] == [True, True], "replica 0's, on both stages"
+        check_buffers(whole, wanted)
+    saved = [torch.load(tmp_path / "three_partial" / f"model_{stage}_0.pt", weights_only=True) for stage in (0, 1)]
+    check_buffers({**saved[0], **saved[1]}, wanted)
+    check_buffers(torch.load(tmp_path / "three", weights_only=True), wanted)
+    for partial in (True, False):
+        for buffers, _, whole in pool4.run(buffers_resumed, str(tmp_path), partial, config=TWO_BY_TWO):
+            assert all(torch.equal(value, wanted[name]) for name, value in buffers.items())
+            check_buffers(whole, truth.state_dict())
+
+
+def check_buffers(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """The names of one process's state dict, its buffers bit for bit, its weights nearly."""
+    assert found.keys() - {"_smp_is_partial"} == wanted.keys()
+    for name, value in wanted.items():
+        if name.endswith(("table", "count", ".b")):
+            assert torch.equal(found[name], value), name
+        else:
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_full_checkpoints_go_on_with_their_random_state(pool2: RankPool, tmp_path: Path) -> None:
     """Dropout, and a partition that the model would not get by itself; and the rules of partial checkpoints for the rest."""
     path = str(tmp_path)
@@ -334,6 +400,19 @@ def test_training_goes_on_in_a_world_of_one(tmp_path: Path, name: str) -> None:
         whole = straight(name, str(tmp_path))
     with world(ONE):
         check(whole, resumed(name, str(tmp_path)))
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_without_an_optimizer_the_model_alone_is_loaded(tmp_path: Path, partial: bool) -> None:
+    with world(ONE):
+        model, optimizer = build("dropout")
+        go(model, optimizer, 0, 2)
+        smp.save_checkpoint(tmp_path, "two", partial, model, optimizer)
+        weights = copy.deepcopy(dict(model.state_dict()))
+    with world(ONE):
+        model = smp.DistributedModel(VARIANTS["dropout"].build())
+        assert smp.resume_from_checkpoint(tmp_path, partial=partial) == {}
+        assert same(dict(model.state_dict()), weights)
 
 
 @contextmanager

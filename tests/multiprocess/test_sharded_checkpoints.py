@@ -108,6 +108,8 @@ def test_masters_and_the_scale_without_moments(pool2: RankPool, tmp_path: Path) 
     """load_sharded_optimizer_state=False."""
     settings = config(2, 2, fp16=True)
     saved = pool2.run(saved_both, str(tmp_path), config=settings)[0]
+    weights = torch.load(tmp_path / "False" / "three", weights_only=True)
+    assert {weight.dtype for weight in weights.values()} == {torch.float16}, "masters, in the dtype of training"
     for early, partial in ((False, True), (False, False), (True, True)):
         pool2.run(without_moments, str(tmp_path), saved, early, partial, config=settings)
 
@@ -204,6 +206,7 @@ def test_shards_of_slices(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> N
     whole = pool4.run(sliced, str(tmp_path), False, config=config(2, 2, **tensor_parallel), timeout_s=120)[0]
     names = {p.name for p in (tmp_path / "two_partial").glob("optimizer_*")}
     assert names == {f"optimizer_{tp}_{shard}.pt" for tp in range(2) for shard in range(2)}
+    assert {p.name for p in (tmp_path / "two_partial").glob("model_*")} == {"model_0.pt", "model_1.pt"}
     for run in pool4.run(sliced, str(tmp_path), True, config=config(2, 2, **tensor_parallel), timeout_s=120):
         assert all(torch.equal(run[name], weight) for name, weight in whole.items())
     for run in pool2.run(sliced, str(tmp_path), True, config=config(1, 2, **tensor_parallel), timeout_s=120):

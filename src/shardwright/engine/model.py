@@ -30,6 +30,7 @@ from shardwright.engine.wrapping import check_can_wrap
 from shardwright.errors import PartitionError, UsageError
 from shardwright.log import get_logger, rank_zero
 from shardwright.memory import delayed_init
+from shardwright.memory.checkpointing_marks import without_wrappers
 from shardwright.partition.build import make_plan
 from shardwright.partition.plan import PartitionPlan
 from shardwright.pipeline import step as steps
@@ -82,6 +83,7 @@ class DistributedModel(PartAccessors, ModelState, ModuleManners):
         super().__init__()
         world = context.world()
         check_can_wrap(module, DistributedModel, state.model)
+        module = without_wrappers(module)
         check_tracing(trace_device, trace_execution_times)
         self._precision = policy_of(world.config)
         with delayed_init.go_on() if delayed_init.has_delayed(module) else nullcontext():

@@ -7,6 +7,7 @@ part of this rank is settled.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -37,6 +38,10 @@ class Target:
     module: nn.Module
     mark: Mark
     keys: tuple[str, ...] = ()
+
+
+_TORCH_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_INSIDE = "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,32 @@ def set_mark(
             remedy='use strategy "each"',
         )
     module.__dict__[_MARK] = Mark(preserve_rng_state, strategy)
+
+
+def without_wrappers(root: nn.Module) -> nn.Module:
+    """The model with marks in the place of torch's own wrappers for recomputation, which change the names of what is in them.
+
+    What was asked of a wrapper, such as a stage, holds for what is in it. Replaces the children that `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` made. A `checkpoint_fn` or
+    `context_fn` that the script gave has no say any more: all activations of such a module are recomputed.
+    """
+    kept = _TORCH_WRAPPERS in sys.modules and sys.modules[_TORCH_WRAPPERS].CheckpointWrapper
+    if not kept:
+        return root
+
+    def inside(module: nn.Module) -> nn.Module:
+        while isinstance(module, kept):
+            asked = {key: value for key, value in vars(module).items() if key.startswith("_shardwright")}
+            function = module.checkpoint_fn
+            module = module.get_submodule(_INSIDE)
+            set_mark(module, getattr(function, "keywords", {}).get("preserve_rng_state", True))
+            module.__dict__.update(asked)
+        return module
+
+    for parent in list(root.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, kept):
+                parent._modules[name] = inside(child)
+    return inside(root)
 
 
 def mark_of(module: nn.Module) -> Mark | None:

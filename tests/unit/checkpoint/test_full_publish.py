@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
 import uuid
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from failing_files import Faults, installed
 from shardwright.checkpoint import full, full_files, layout
 from shardwright.checkpoint.layout import Layout
+from shardwright.errors import CheckpointNotFoundError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="paths of open files are found through /proc")
 TAG = "t"
@@ -65,3 +67,21 @@ def test_a_tag_saved_again_is_whole_whatever_operation_fails(tmp_path: Path) -> 
         names = sorted(path.name for path in root.iterdir())
         assert not [name for name in names if name.startswith(layout.WORK_PREFIX) or name.endswith(layout.PREVIOUS_SUFFIX)], at
     assert outcomes >= {(True, 1.0), (True, 2.0)}
+
+
+def test_what_stands_for_the_old_name_of_transformers(tmp_path: Path) -> None:
+    """In this order, and only where the file of that name is not there."""
+    for number in range(2):
+        (tmp_path / f"part_{number}").touch()
+    places = {
+        "model.safetensors.index.json": ("part_0", "part_1"),
+        "pytorch_model.bin.index.json": ("part_1",),
+        "model.safetensors": ("model.safetensors",),
+        "pytorch_model.bin": ("pytorch_model.bin",),
+    }
+    for name, parts in places.items():
+        index = {"weight_map": {f"weight {part}": part for part in parts}}
+        (tmp_path / name).write_text(json.dumps(index) if name.endswith("json") else "")
+        assert [place.name for place in full_files.plain_files(tmp_path, "pytorch_model.bin")] == list(parts)
+    with pytest.raises(CheckpointNotFoundError):
+        full_files.plain_files(tmp_path, "other.bin")

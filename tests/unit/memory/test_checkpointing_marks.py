@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwright.errors import UsageError
-from shardwright.memory.checkpointing_marks import carry_mark, mark_of, set_mark, targets
+from shardwright.memory.checkpointing_marks import carry_mark, mark_of, set_mark, targets, without_wrappers
+from shardwright.partition import manual
 
 
 def model() -> nn.Module:
@@ -112,3 +114,22 @@ def test_marks_go_over_to_successors() -> None:
     assert (mark.preserve_rng_state, mark.strategy) == (False, "each")
     parent = nn.ModuleList([old])
     assert carry_mark(parent, nn.Linear(2, 2)) == ["0"]
+
+
+def test_wrappers_of_torch_become_marks() -> None:
+    """FF-33: their prefix is in no name; what was asked of a wrapper holds for the module in it."""
+    plain = model()
+    names, weights = list(plain.state_dict()), list(plain.parameters())
+    seq = plain.get_submodule("seq")
+    manual.set_partition(seq.get_submodule("1"), 0)
+    for name in ("1", "3"):
+        seq._modules[name] = checkpoint_wrapper(seq.get_submodule(name), preserve_rng_state=name == "1")
+    manual.set_partition(seq.get_submodule("1"), 1)
+    plain._modules["list"] = checkpoint_wrapper(plain.get_submodule("list"))
+    made = without_wrappers(checkpoint_wrapper(plain))
+    assert made is plain
+    assert list(made.state_dict()) == names == [name for name, _ in made.named_parameters()]
+    assert all(one is other for one, other in zip(made.parameters(), weights, strict=True))
+    marked = {name: mark.preserve_rng_state for name, m in made.named_modules() if (mark := mark_of(m)) is not None}
+    assert marked == {"": True, "seq.1": True, "seq.3": False, "list": True}
+    assert manual.assigned_stage(made.get_submodule("seq.1")) == 1

@@ -18,6 +18,7 @@ from any_layout import config, train, wrap
 from harness import RankPool
 from s3_server import CUT, S3Server, fail_at
 from shardwright.cli.main import main
+from shardwright.errors import CheckpointError
 
 TWO_STAGES = {"pipeline_parallel_degree": 2}
 
@@ -185,6 +186,13 @@ def go_on(url: str, partial: bool) -> list[float]:
     return train(made, model, optimizer, content["step"], 4)
 
 
+def resume_damaged(url: str) -> str:
+    wrap("mlp")
+    with pytest.raises(CheckpointError) as error:
+        smp.resume_from_checkpoint(url, "mid")
+    return str(error.value)
+
+
 def wide(seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = smp.DistributedModel(nn.Sequential(*[nn.Linear(600, 600) for _ in range(4)]))
@@ -341,3 +349,5 @@ def test_partial_and_full_from_stages_into_replicas_and_the_command_line(
     assert code == 1
     assert [(p["kind"], p["file"]) for p in json.loads(text)["mid_partial"]] == [("flipped", "optimizer_1_0.pt")]
     assert command(capsys, "prune", url + "/partial", "--keep", "1") == (0, "nothing to delete\n")
+    told = pool2.run(resume_damaged, url + "/partial", config=replicas, environment=server.environment, timeout_s=240)
+    assert all("optimizer_1_0.pt is flipped: bytes" in text for text in told), told

@@ -46,6 +46,13 @@ class Damaged(CheckpointError):
     """Something read isn't what was saved; says what, as a `Problem` does."""
 
 
+def damaged_block(file: str, size_bytes: int, block_bytes: int, index: int) -> Damaged:
+    """The error for a block whose sum isn't that of what was written."""
+    begin = index * block_bytes
+    end = min(begin + block_bytes, size_bytes)
+    return Damaged(str(Problem("flipped", file, f"bytes {begin} to {end} aren't what was written")))
+
+
 class HashingWriter:
     """A new file that counts and hashes what is written to it, and reaches the disk before it counts as done.
 

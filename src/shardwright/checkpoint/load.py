@@ -318,7 +318,7 @@ def _check_listed(chosen: Choice, files: _Files, request: _Request) -> None:
 def _can_check_parts(chosen: Choice, request: _Request) -> bool:
     """May parts of all state files be checked when they are read? Equal on all ranks."""
     names = reshard.files_of(chosen, with_optimizer=request.optimizer is not None)
-    every = all(is_checkable(chosen.files / name, chosen.manifest.files[name]) for name in names)
+    every = all(is_checkable(chosen.manifest.files[name]) for name in names)
     return every and not integrity.checksums_skipped()
 
 

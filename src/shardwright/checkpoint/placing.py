@@ -36,7 +36,7 @@ class Placing(Reader):
 
     def _content(self, file: str) -> Any:
         path, record = self._folder / file, self._records[file]
-        check = self._check and is_checkable(path, record)
+        check = self._check and is_checkable(record)
         self._files[file] = TorchFile(path, record, trust=self._trust, check=check)
         return self._files[file].content
 

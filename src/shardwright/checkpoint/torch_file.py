@@ -22,8 +22,11 @@ import xxhash
 from torch import Tensor
 
 from shardwright.checkpoint import range_reads, safe_loading
-from shardwright.checkpoint.integrity import Damaged, Problem
+from shardwright.checkpoint.checked_path import CheckedPath
+from shardwright.checkpoint.integrity import Damaged, Problem, damaged_block
 from shardwright.checkpoint.manifest import FileRecord
+from shardwright.checkpoint.storage import RemotePath
+from shardwright.errors import CheckpointError
 
 _STEP_BYTES = 1 << 18
 """Read at once: what stays in a core's second cache until it is summed."""
@@ -55,9 +58,9 @@ class _Piece(NamedTuple):
         return self.start + self.memory.nbytes
 
 
-def is_checkable(path: object, record: FileRecord) -> bool:
+def is_checkable(record: FileRecord) -> bool:
     """Can parts of this file be checked while they are read?"""
-    return isinstance(path, Path) and record.blocks is not None
+    return record.blocks is not None
 
 
 class TorchFile:
@@ -68,14 +71,19 @@ class TorchFile:
     """
 
     def __init__(self, path: Any, record: FileRecord, *, trust: bool, check: bool) -> None:
-        self._path = path
+        self._path: Any = CheckedPath(path, record) if check and isinstance(path, RemotePath) else path
         self._record = record
         self._check = check
         self._file = open(path, "rb", buffering=0) if isinstance(path, Path) else None  # noqa: SIM115 - closed with it
         records = self._records()
-        if check:
+        if check and self._file is not None:
             self._check_ends(records)
-        self.content = safe_loading.read_lazily(path, trust=trust)
+        try:
+            self.content = safe_loading.read_lazily(self._path, trust=trust)
+        except CheckpointError:
+            if isinstance(self._path, CheckedPath) and self._path.damage is not None:
+                raise self._path.damage from None
+            raise
         self._base = _base(self.content, records, self._record.size_bytes)
 
     def _records(self) -> list[tuple[int, int, int]]:
@@ -108,6 +116,12 @@ class TorchFile:
 
         Raises: Damaged if some aren't what was written.
         """
+        if self._file is None:  # each read is checked
+            self.fetch([transfer for transfer in transfers if transfer.at_once])
+            rest = [transfer for transfer in transfers if not transfer.at_once]
+            for source, *_ in rest:
+                range_reads.copy(self._path, torch.empty(source.shape, dtype=source.dtype), source)
+            return rest
         if self._base is None:
             self._check_ranges([(0, self._record.size_bytes)], [])
             return list(transfers)
@@ -119,6 +133,10 @@ class TorchFile:
 
     def fetch(self, transfers: Sequence[Transfer]) -> None:
         """Copy values into place, in the order of the file."""
+        if isinstance(self._path, RemotePath):
+            elsewhere = [transfer for transfer in transfers if range_reads.is_elsewhere(transfer.source)]
+            range_reads.read_all(self._path, [(transfer.target, transfer.source) for transfer in elsewhere])
+            transfers = [transfer for transfer in transfers if not range_reads.is_elsewhere(transfer.source)]
         pieces, rest = self._pieces(transfers) if self._base is not None else ([], transfers)
         stretches = [
             _Piece(piece.start + start, piece.memory[start : start + _STRETCH_BYTES])
@@ -187,9 +205,7 @@ class TorchFile:
                 self._read_into(step, low)
                 digest.update(step)
         if digest.digest() != self._record.blocks.digest(index):
-            begin = index * self._record.blocks.num_bytes
-            end = min(begin + self._record.blocks.num_bytes, self._record.size_bytes)
-            raise Damaged(str(Problem("flipped", self._path.name, f"bytes {begin} to {end} aren't what was written")))
+            raise damaged_block(self._path.name, self._record.size_bytes, self._record.blocks.num_bytes, index)
 
     def _with_threads(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Do all, in about this order. Raises: what the first of them raised."""

@@ -15,7 +15,7 @@ import shardwright.torch as smp
 from any_layout import SAVED_AT, STEPS, config, expected, train, wrap
 from harness import RankPool
 from launched import Launched
-from shardwright.checkpoint import background, safe_loading
+from shardwright.checkpoint import background, torch_stream
 from shardwright.checkpoint.storage import steps
 from shardwright.errors import CheckpointError, UsageError
 
@@ -106,21 +106,21 @@ def fail_on_rank_one(path: str) -> tuple[str, str]:
     made, model, optimizer = wrap("mlp")
     train(made, model, optimizer, 0, 1)
     smp.save_checkpoint(path, "good", model=model, optimizer=optimizer)
-    real = safe_loading.write_file
+    real = torch_stream.write_file
 
     def refuse(file: Path, *args: Any, **options: Any) -> Any:
         if "optimizer_1" in file.name:
             raise OSError(28, "No space left on device", str(file))
         return real(file, *args, **options)
 
-    safe_loading.write_file = refuse
+    torch_stream.write_file = refuse
     try:
         smp.save_checkpoint(path, "bad", model=model, optimizer=optimizer, blocking=False)
         train(made, model, optimizer, 1, 2)
         with pytest.raises(CheckpointError) as caught:
             smp.save_checkpoint(path, "next", model=model, optimizer=optimizer)
     finally:
-        safe_loading.write_file = real
+        torch_stream.write_file = real
     newest = Path(path, "newest").read_text()
     smp.save_checkpoint(path, "next", model=model, optimizer=optimizer)
     return str(caught.value), newest
@@ -138,7 +138,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch
 import shardwright.torch as smp
-from shardwright.checkpoint import safe_loading
+from shardwright.checkpoint import torch_stream
 
 smp.init({"ddp": True, "microbatches": 1, "log_level": "warning"})
 model = smp.DistributedModel(torch.nn.Linear(8, 8))
@@ -150,7 +150,7 @@ def train_step(model, x):
     return loss
 
 train_step(model, torch.ones(2, 8))
-real = safe_loading.write_file
+real = torch_stream.write_file
 
 def slow(path, *args, **options):
     time.sleep(1.0)
@@ -158,7 +158,7 @@ def slow(path, *args, **options):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(path, *args, **options)
 
-safe_loading.write_file = slow
+torch_stream.write_file = slow
 smp.save_checkpoint("checkpoints", "one", model=model, blocking=False)
 print("returned", flush=True)
 if sys.argv[1] == "die":

@@ -13,6 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from shardwright.checkpoint import layout, storage
 from shardwright.checkpoint.collective import run_everywhere
 from shardwright.checkpoint.storage import Place
+from shardwright.checkpoint.torch_stream import Joined
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.log import get_logger
 from shardwright.topology.context import World
@@ -46,6 +48,8 @@ class Staging:
             if id(value) not in seen:
                 seen[id(value)] = self._tensor(value, key)
             return seen[id(value)]
+        if isinstance(value, Joined):
+            return replace(value, parts=self._copied(list(value.parts), key, seen))
         if isinstance(value, dict):
             items = [(name, self._copied(item, (*key, name), seen)) for name, item in value.items()]
             return type(value)(items) if type(value) is not dict else dict(items)
@@ -56,7 +60,8 @@ class Staging:
     def _tensor(self, value: torch.Tensor, key: tuple[Any, ...]) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype, buffer.layout) != (value.shape, value.dtype, value.layout):
-            buffer = self._buffers[key] = torch.empty_like(value, requires_grad=False)
+            here = torch.empty_like(value, requires_grad=False, device="cpu", pin_memory=value.is_cuda)
+            buffer = self._buffers[key] = here
         with torch.no_grad():
             return buffer.copy_(value)
 

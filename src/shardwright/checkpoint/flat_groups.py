@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.manifest import Entry, Slice
 from shardwright.checkpoint.state import MASTER, TensorRow
+from shardwright.checkpoint.torch_stream import Joined
 
 MODULE = "module"
 """Key of the state dict in a model file."""
@@ -54,8 +55,8 @@ class FlatParameter(NamedTuple):
 class FlatGroups:
     """What a rank writes.
 
-    shard: this rank's place in its shard group.   exchange: called by every rank, before `tensors`; gets elements of this rank's
-    blocks that others hold.   tensors: the flat groups, in memory of their own.
+    shard: this rank's place in its shard group.   exchange: called by every rank, before `parts`; gets elements of this rank's
+    blocks that others hold.   parts: of each flat group what lies in it back to back, flat.
     """
 
     degree: int
@@ -63,7 +64,7 @@ class FlatGroups:
     groups: Sequence[Sequence[FlatParameter]]
     buffer_names: Sequence[str]
     exchange: Callable[[], None]
-    tensors: Callable[[], Sequence[Tensor]]
+    parts: Callable[[], Sequence[Sequence[Tensor]]]
 
     def block(self, parameter: FlatParameter) -> int:
         """Elements of each rank's block, padding included."""
@@ -76,7 +77,7 @@ class FlatGroups:
 
     def beside_state(self) -> dict[str, Any]:
         """What the optimizer file has besides."""
-        return {COUNT: self.degree, GROUPS: [tensor.cpu() for tensor in self.tensors()]}
+        return {COUNT: self.degree, GROUPS: [Joined(group, torch.float32) for group in self.parts()]}
 
     def user_content(self, content: Any) -> Any:
         """The user's object with what helpers read beside it at top level; what is under these keys already stays.

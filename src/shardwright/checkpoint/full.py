@@ -171,7 +171,7 @@ class _Save:
 
         def finish() -> None:
             assert file is not None
-            self._files[name] = FileRecord(*file.finish(filled(content, stored), name), role, writer=0)
+            self._add(name, role, file.finish(filled(content, stored), name))
             safe_loading.check_readable(path, trust=self._trust, name=name)
 
         try:
@@ -187,7 +187,7 @@ class _Save:
         file = StreamedTorchFile(path)
         try:
             stored = {id(tensor): file.add(value) for tensor, value in kept}
-            self._files[name] = FileRecord(*file.finish(filled(content, stored), name), role, writer=0)
+            self._add(name, role, file.finish(filled(content, stored), name))
             safe_loading.check_readable(path, trust=self._trust, name=name)
         finally:
             file.close()
@@ -209,8 +209,10 @@ class _Save:
     def write(self, name: str, role: Role, content: Any) -> None:
         """Write a file. Called by: rank 0."""
         path = self._temporary(name)
-        size_bytes, digest, _ = safe_loading.write_file(path, content, trust=self._trust, name=name)
-        self._files[name] = FileRecord(size_bytes, digest, role, writer=0)
+        self._add(name, role, safe_loading.write_file(path, content, trust=self._trust, name=name))
+
+    def _add(self, name: str, role: Role, written: safe_loading.Written) -> None:
+        self._files[name] = FileRecord(written.size_bytes, written.digest, role, writer=0)
 
     def publish(
         self,
@@ -275,21 +277,14 @@ def _own_leaf(value: Any) -> Any:
 
 
 def _prepare(root: Place, tag: str) -> str:
-    """Rank 0: clean up, and settle what an interrupted save of this tag left. Returns the save's id."""
+    """Rank 0: clean up what interrupted saves left. Returns the save's id."""
     save_id = uuid.uuid4().hex
     store = storage.of(root)
     store.prepare(root)
     if (root / tag).is_dir():
         raise CheckpointError(f"{root / tag} is a folder, so no full checkpoint can have that name")
     store.clean_leftovers(root, unique=save_id)
-    left = [path for name in full_files.all_files(tag) if (path := root / (name + layout.PREVIOUS_SUFFIX)).exists()]
-    whole = full_files.whole_set(root, tag, checksums=True) if left else None
-    if whole is not None:
-        for name, path in whole[1].items():
-            if path.name != name:
-                store.move(path, root / name)
-    for path in left:
-        path.unlink(missing_ok=True)
+    full_files.settle_leftovers(root, tag)
     return save_id
 
 

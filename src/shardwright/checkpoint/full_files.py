@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from shardwright.checkpoint import integrity, layout, range_reads, safe_loading, unread
+from shardwright.checkpoint import integrity, layout, range_reads, safe_loading, storage, unread
 from shardwright.checkpoint.exchange import safetensors_files
 from shardwright.checkpoint.layout import Role
 from shardwright.checkpoint.manifest import FileRecord, Manifest
@@ -174,6 +174,24 @@ def _matching(root: Place, name: str, record: FileRecord, checksums: bool) -> Pl
             ):
                 return path
     return None
+
+
+def settle_leftovers(root: Place, replaced: str | None = None) -> None:
+    """Give the files of interrupted saves their first names again, so that each tag has what it is valid with, and no more.
+
+    Called by: one rank, when no save into the folder runs. replaced: a tag that is about to be saved; for others what is not
+        whole is left as it is.
+    """
+    second = {path.name for path in root.iterdir() if path.name.endswith(layout.PREVIOUS_SUFFIX)}
+    for tag in {*tags(root), *([] if replaced is None else [replaced])} if second else ():
+        left = [name for name in (other for _, other in map(_with_previous, all_files(tag))) if name in second]
+        whole = whole_set(root, tag, checksums=True) if left else None
+        for name, path in whole[1].items() if whole is not None else ():
+            if path.name != name:
+                storage.of(root).move(path, root / name)
+        if whole is not None or tag == replaced:
+            for name in left:
+                (root / name).unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------ files of others

@@ -19,15 +19,14 @@ import decimal
 import fractions
 import functools
 import io
-import mmap
 import os
 import pathlib
 import pickle
 import types
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -35,10 +34,8 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch.serialization import (
-    get_crc32_options,
     get_unsafe_globals_in_checkpoint,
     safe_globals,
-    set_crc32_options,
 )
 
 from shardwright.checkpoint import storage
@@ -48,15 +45,6 @@ from shardwright.checkpoint.storage import Place, RemotePath
 from shardwright.checkpoint.storage.attempts import StorageError, attempt
 from shardwright.errors import CheckpointError
 
-try:
-    from torch.utils.serialization import config as serialization_config
-except ImportError:  # a release of torch before it
-    serialization_config = None  # type: ignore[assignment]
-
-_MIN_BLOCK_BYTES = 1 << 20
-_MAX_BLOCKS = 1024
-_PAGES_FROM_BYTES = 128 << 10
-"""Of the mean tensor: half a page is lost for each."""
 TRUST_ENV = "SHARDWRIGHT_TRUST_CHECKPOINTS"
 _ALLOWED_IN_WORDS = (
     "numbers, strings, bytes, None, lists, tuples, sets, dicts, collections, tensors and torch types, "
@@ -79,24 +67,22 @@ class Written(NamedTuple):
     blocks: Blocks
 
 
-def write_file(path: Place, content: object, *, trust: bool, name: str = "", crc: bool = True) -> Written:
-    """Write a new torch file durably and make sure that it can be read back.
+def write_file(path: Place, content: object, *, trust: bool, name: str = "") -> Written:
+    """Write a new torch file durably, by torch.save, and make sure that it can be read back.
 
-    name: what errors call it, if the path is only its first one.   crc: False leaves out the sums that torch puts into the
-        file, which take longer than writing it; torch.load doesn't look at them, programs for zip files do.
+    name: what errors call it, if the path is only its first one.
     Raises: OSError if the disk refuses; CheckpointError naming the type if the content can't be pickled, or
         safe loading would refuse it.
     """
-    work = partial(_write_once, path, content, trust=trust, name=name or path.name, crc=crc)
+    work = partial(_write_once, path, content, trust=trust, name=name or path.name)
     # What is lost of an upload can't be sent again alone, so the file begins again.
     return attempt("write", path, work) if isinstance(path, RemotePath) else work()
 
 
-def _write_once(path: Place, content: object, *, trust: bool, name: str, crc: bool) -> Written:
-    writer = HashingWriter(path, block_bytes=_block_bytes(content))
+def _write_once(path: Place, content: object, *, trust: bool, name: str) -> Written:
+    writer = HashingWriter(path)
     try:
-        with _in_pages(content), nullcontext() if crc else _without_crc():
-            torch.save(content, cast(IO[bytes], writer), pickle_module=_Portable)
+        torch.save(content, cast(IO[bytes], writer), pickle_module=_Portable)
     except Exception as error:
         writer.close()
         raise not_picklable(name, error) from error
@@ -216,49 +202,6 @@ def _numpy_allow_list() -> list[Any]:
         for function, name in ((rebuild_array, "_reconstruct"), (rebuild_scalar, "scalar"))
     ]
     return [np.ndarray, np.dtype, *scalars, *dtypes, *functions]
-
-
-def _block_bytes(content: object) -> int:
-    """So small that a part is checked by reading little else, so large that the manifest stays small."""
-    size = _MIN_BLOCK_BYTES
-    while size * _MAX_BLOCKS < sum(_tensor_sizes(content)):
-        size *= 2
-    return size
-
-
-def _tensor_sizes(content: object) -> list[int]:
-    """In bytes."""
-    if isinstance(content, torch.Tensor):
-        return [content.nbytes]
-    if isinstance(content, dict):
-        content = list(content.values())
-    return [size for item in content for size in _tensor_sizes(item)] if isinstance(content, (list, tuple)) else []
-
-
-@contextmanager
-def _without_crc() -> Iterator[None]:
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
-@contextmanager
-def _in_pages(content: object) -> Iterator[None]:
-    """Each tensor begins a page of the file, if tensors are large: reading into place takes two thirds of the time then."""
-    settings: Any = getattr(serialization_config, "save", None)
-    before = getattr(settings, "storage_alignment", None)  # younger than the oldest torch we support
-    sizes = _tensor_sizes(content)
-    if before is None or sum(sizes) < max(1, len(sizes)) * _PAGES_FROM_BYTES:
-        yield
-        return
-    settings.storage_alignment = max(before, mmap.PAGESIZE)
-    try:
-        yield
-    finally:
-        settings.storage_alignment = before
 
 
 def not_picklable(name: str, error: Exception) -> CheckpointError:

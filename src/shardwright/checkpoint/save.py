@@ -24,7 +24,18 @@ from typing import Any, NamedTuple
 import torch
 
 import shardwright
-from shardwright.checkpoint import background, full, layout, random_state, retention, safe_loading, state, storage
+from shardwright.checkpoint import (
+    background,
+    full,
+    full_files,
+    layout,
+    random_state,
+    retention,
+    safe_loading,
+    state,
+    storage,
+    torch_stream,
+)
 from shardwright.checkpoint.collective import (
     absolute,
     agree,
@@ -59,7 +70,7 @@ class _Written:
 class _Part(NamedTuple):
     """One file of this rank, before it is written.
 
-    make: its content, tensors on the CPU; made when it is written, so that one file's is held at a time.
+    make: its content, whose tensors are the live ones.
     describe: the manifest's entries for that content.
     """
 
@@ -251,6 +262,7 @@ class _Save:
         self.store.prepare(self.root)
         save_id = uuid.uuid4().hex
         self.store.clean_leftovers(self.root, unique=save_id)
+        full_files.settle_leftovers(self.root)
         temporary = self.store.saving(self.root, self.folder, save_id)
         self.store.begin(temporary)
         try:
@@ -312,7 +324,7 @@ class _Save:
         table = model.tensor_table()
 
         def make() -> Any:
-            return state.compact(model.local_state_dict())
+            return state.detached(model.local_state_dict())
 
         if self.layout.sharded_data_parallel_degree == 1:
             return _Part(name, "model", make, partial_of(state.model_entries, name, table=table))
@@ -383,12 +395,12 @@ class _Save:
         return None if record is None else json.loads(json.dumps(record))
 
     def _write(self, temporary: Place, name: str, role: Role, content: Any) -> None:
-        written = safe_loading.write_file(temporary / name, content, trust=self.trust, crc=False)
+        written = torch_stream.write_file(temporary / name, content, trust=self.trust)
         self.files[name] = FileRecord(written.size_bytes, written.digest, role, self.here.rank, written.blocks)
 
 
 def _with_names(source: Callable[[], Any], names: Sequence[str]) -> dict[str, Any]:
-    return {**state.compact(source()), state.PARAM_NAMES: names}
+    return {**state.detached(source()), state.PARAM_NAMES: names}
 
 
 def _optimizer_entries(role: StateRole, name: str, table: Sequence[TensorRow], content: dict[str, Any]) -> list[Entry]:

@@ -360,6 +360,22 @@ def compact(value: Any, _seen: dict[tuple[Any, ...], torch.Tensor] | None = None
     return value
 
 
+def detached(value: Any) -> Any:
+    """Return the value with every tensor detached, where it is; copied are only containers.
+
+    Raises: CheckpointError for a tensor without storage.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "meta":
+            raise CheckpointError(f"a tensor of shape {list(value.shape)} has no value on this rank, it can't be saved")
+        return value.detach()
+    if type(value) in (dict, OrderedDict):
+        return {key: detached(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(detached, value))
+    return value
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return the manifest's spelling of a dtype: "float32", "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -127,17 +127,18 @@ def flat_block(tensor: Tensor, layout: ShardLayout, missing: Sequence[tuple[int,
 
     missing: see `missing_elements`. Where the shard is the block, the result shares its memory; else it is a copy.
     """
+    parts = flat_parts(tensor, layout, missing)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def flat_parts(tensor: Tensor, layout: ShardLayout, missing: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+    """What lies back to back in this rank's flat block: of the shard, sharing its memory, what others sent, and zeros."""
     here = context.world().coordinates.shard
     (first, last), (start, stop) = layout.held(here), layout.flat(here)
     held = local(tensor).detach().reshape(-1)
-    if (first, last) == (start, stop) and stop - start == layout.block:
-        return held
-    block = held.new_zeros(layout.block)
     begin, end = max(first, start), min(last, stop)
-    if end > begin:
-        block[begin - start : end - start] = held[begin - first : end - first]
-    for position, values in missing:
-        block[position - start : position - start + values.numel()] = values
-    return block
-
-
+    own = held[begin - first : end - first] if end > begin else held[:0]
+    found = [(begin, own), *missing] if own.numel() or not missing else list(missing)
+    padding = layout.block - (stop - start)
+    zeros = [held.new_zeros(padding)] if padding else []
+    return [*(values for _, values in sorted(found, key=lambda part: part[0])), *zeros]

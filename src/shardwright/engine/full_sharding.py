@@ -93,7 +93,7 @@ def flat_groups(model: DistributedModel, optimizer: FullyShardedOptimizer) -> Fl
         groups,
         get_buffer_names(model),
         exchange=optimizer._sw_exchange,
-        tensors=lambda: optimizer.fp32_partitioned_groups_flat,
+        parts=optimizer._sw_flat_parts,
     )
 
 

@@ -88,10 +88,15 @@ class FullyShardedOptimizer:
         Each is padded to ceil(elements / degree). For reading: copies, made when it is read; nothing is communicated. Elements
         that other ranks hold are those after the last `optimizer.step()`.
         """
+        groups = [[part.float() for part in group] for group in self._sw_flat_parts()]
+        return [torch.cat(group) if group else torch.zeros(0) for group in groups]
+
+    def _sw_flat_parts(self) -> list[list[Tensor]]:
+        """Per group what lies in its flat tensor back to back, in the memory that holds it."""
         layouts = [shards.layout_of(p) for p in self._sw_parameters()]
         rows = zip(self._sw_held(), layouts, self._sw_missing, strict=True)
-        blocks = self._sw_by_group([shards.flat_block(*row).float() for row in rows])
-        return [torch.cat(group) if group else torch.zeros(0) for group in blocks]
+        blocks = self._sw_by_group([shards.flat_parts(*row) for row in rows])
+        return [[part for block in group for part in block] for group in blocks]
 
     def _sw_by_group(self, items: list[Any]) -> list[list[Any]]:
         rest = iter(items)

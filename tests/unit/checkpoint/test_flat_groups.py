@@ -16,7 +16,7 @@ GROUPS = FlatGroups(
     groups=[[FlatParameter("a", (3, 2), True, False)], [FlatParameter("b", (5,), True, False)]],
     buffer_names=["mask"],
     exchange=lambda: None,
-    tensors=list,
+    parts=list,
 )
 SHAPES = [OrderedDict(a=torch.Size([3, 2])), OrderedDict(b=torch.Size([5]))]
 

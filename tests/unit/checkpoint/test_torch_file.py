@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint import integrity, safe_loading
+from shardwright.checkpoint import integrity, torch_file, torch_stream
 from shardwright.checkpoint.manifest import FileRecord
 from shardwright.checkpoint.placing import Placing
 
 
 @pytest.fixture(params=[256, 1000, 1 << 20], ids="blocks of {}".format)
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(safe_loading, "_MIN_BLOCK_BYTES", request.param)
-    monkeypatch.setattr(safe_loading, "_MAX_BLOCKS", 1 << 30)
+    monkeypatch.setattr(torch_stream, "_MIN_BLOCK_BYTES", request.param)
+    monkeypatch.setattr(torch_stream, "_MAX_BLOCKS", 1 << 30)
+    monkeypatch.setattr(torch_file, "_STRETCH_BYTES", 3000)  # so that several threads read
     return int(request.param)
 
 
@@ -44,7 +45,7 @@ def content() -> dict[str, Any]:
 
 
 def write(folder: Path, value: object) -> FileRecord:
-    written = safe_loading.write_file(folder / "f", value, trust=False, crc=False)
+    written = torch_stream.write_file(folder / "f", value, trust=False)
     return FileRecord(written.size_bytes, written.digest, "model", 0, written.blocks)
 
 
@@ -125,7 +126,7 @@ def test_only_the_blocks_that_are_wanted_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
 ) -> None:
     """What another rank's half holds doesn't matter here; what is wanted is read once, the rest of its blocks along."""
-    monkeypatch.setattr(safe_loading, "_MIN_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(torch_stream, "_MIN_BLOCK_BYTES", 4096)
     saved = torch.randn(512, 1024)  # 2 MB
     record = write(tmp_path, {"w": saved})
     data = bytearray((tmp_path / "f").read_bytes())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
+import mmap as mmap_module
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from shardwright.checkpoint import torch_stream
 from shardwright.checkpoint.deferred import Deferred, filled
-from shardwright.checkpoint.torch_stream import StreamedTorchFile
+from shardwright.checkpoint.torch_stream import Joined, StreamedTorchFile
 from shardwright.checkpoint.whole import Delivery
 from shardwright.errors import CheckpointError
 
@@ -50,7 +52,7 @@ def test_torch_loads_what_was_added(tmp_path: Path, mmap: bool, monkeypatch: pyt
     content["nested"] = {0: {"step": content["number"], "plain": (1, None)}, "queue": collections.deque([1], maxlen=2)}
     content["real"] = torch.arange(3)
     content._metadata = {"": {"version": 2}}
-    size, digest = file.finish(content, "file")
+    size, digest, _ = file.finish(content, "file")
     assert size == path.stat().st_size
     assert digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
     assert zipfile.ZipFile(path).testzip() is None
@@ -65,9 +67,60 @@ def test_torch_loads_what_was_added(tmp_path: Path, mmap: bool, monkeypatch: pyt
     assert found._metadata == {"": {"version": 2}}
 
 
-def test_records_beyond_the_limit_of_old_zip_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_file_of_any_content_is_what_torch_makes_of_it(tmp_path: Path, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_stream, "_CHUNK_BYTES", 1000)
+    wide, tied = torch.randn(30, 20), torch.randn(100)
+    content = {
+        **many(),
+        "channels_last": torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last),
+        "conjugate": torch.randn(300, dtype=torch.complex64).conj(),
+        "negative": torch.randn(9, dtype=torch.complex64).conj().imag,
+        "columns": wide[:, 3:7],
+        "tied": [tied, tied, tied.view(100)],
+        "sparse": torch.eye(4).to_sparse(),
+        "rows": torch.eye(4).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8),
+        "storage": torch.arange(4).untyped_storage(),
+        "learned": torch.ones(2, requires_grad=True),
+        "args": (argparse.Namespace(lr=0.1), {1, 2}, None),
+    }
+    path = tmp_path / "file"
+    written = torch_stream.write_file(path, content, trust=True)
+    assert written[:2] == (path.stat().st_size, xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    torch.save(content, tmp_path / "torch")
+    found, expected = (torch.load(tmp_path / name, weights_only=False, mmap=mmap) for name in ("file", "torch"))
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            assert type(found[name]) is type(value)
+            assert (found[name].layout, found[name].requires_grad) == (value.layout, value.requires_grad)
+            assert torch.equal(found[name].to_dense(), value.to_dense()) if value.layout is not torch.strided else (
+                value.itemsize == 1 or torch.equal(found[name], value)
+            )
+    assert found["channels_last"].stride() == expected["channels_last"].stride()
+    assert found["columns"].untyped_storage().nbytes() == 30 * 4 * 4, "not the buffer that it is a view of"
+    assert len({tensor.data_ptr() for tensor in found["tied"]}) == 1
+    assert bytes(found["storage"]) == bytes(expected["storage"])
+    assert torch.equal(found["quantized"].dequantize(), expected["quantized"].dequantize())
+    assert found["args"] == content["args"]
+
+
+def test_tensors_back_to_back_are_one(tmp_path: Path) -> None:
+    parts = [torch.randn(40_000), torch.randn(3).bfloat16(), torch.zeros(0)]
+    content = {"flat": [Joined(parts, torch.float32), Joined([], torch.float32)], "part": parts[0]}
+    written = torch_stream.write_file(tmp_path / "file", content, trust=False)
+    found = torch.load(tmp_path / "file", weights_only=True, mmap=True)
+    assert torch.equal(found["flat"][0], torch.cat([part.float() for part in parts]))
+    assert found["flat"][1].shape == (0,)
+    assert torch.equal(found["part"], parts[0])
+    assert found["flat"][0].data_ptr() % mmap_module.PAGESIZE == 0
+    assert len(written.blocks.digests) == 8, "one block"
+
+
+@pytest.mark.parametrize("crc", [False, True])
+def test_records_beyond_the_limit_of_old_zip_files(tmp_path: Path, crc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 1000)
-    file, tensors = StreamedTorchFile(tmp_path / "file"), [torch.randn(100), torch.randn(1000), torch.randn(7)]
+    file, tensors = StreamedTorchFile(tmp_path / "file", crc=crc), [torch.randn(100), torch.randn(1000), torch.randn(7)]
     file.finish([file.add(tensor) for tensor in tensors], "file")
     found = torch.load(tmp_path / "file", weights_only=True, mmap=True)
     assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))

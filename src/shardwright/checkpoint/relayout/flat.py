@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwright.checkpoint.exchange.source import Source
@@ -40,10 +39,10 @@ class FlatFiles:
         groups = [[self._described(member) for member in group] for group in file.groups]
         shard = int(file.names["optimizer"].removesuffix(".pt").rpartition("_")[2])
 
-        def tensors() -> list[Tensor]:
-            return [self._joined(flat, *group) for group in zip(groups, file.groups, strict=True)]
+        def parts() -> list[list[Tensor]]:
+            return [self._blocks(flat, *group) for group in zip(groups, file.groups, strict=True)]
 
-        flat = FlatGroups(self._degree, shard, groups, self._buffer_names(), exchange=lambda: None, tensors=tensors)
+        flat = FlatGroups(self._degree, shard, groups, self._buffer_names(), exchange=lambda: None, parts=parts)
         return flat
 
     def user_content(self, content: Any) -> Any:
@@ -68,12 +67,11 @@ class FlatFiles:
     def _value(self, name: str) -> Entry:
         return self._masters.get(name, self._model[name])
 
-    def _joined(self, flat: FlatGroups, parameters: Sequence[FlatParameter], members: Sequence[Member]) -> Tensor:
-        blocks = [
-            self._source.run(self._value(p.name), member.row.box, flat.span(p), flat.block(p)).float()
+    def _blocks(self, flat: FlatGroups, parameters: Sequence[FlatParameter], members: Sequence[Member]) -> list[Tensor]:
+        return [
+            self._source.run(self._value(p.name), member.row.box, flat.span(p), flat.block(p))
             for p, member in zip(parameters, members, strict=True)
         ]
-        return torch.cat(blocks) if blocks else torch.zeros(0)
 
     def _buffer_names(self) -> list[str]:
         manifest = self._source.manifest

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 import shardwright
-from shardwright.checkpoint import integrity, layout, safe_loading, state, storage
+from shardwright.checkpoint import integrity, layout, state, storage, torch_stream
 from shardwright.checkpoint.exchange.export import put
 from shardwright.checkpoint.exchange.source import Source
 from shardwright.checkpoint.flat_groups import MODULE, in_module
@@ -270,7 +270,7 @@ class _Rewrite:
         return None if returns else origin
 
     def _write(self, name: str, role: Role, content: Any, rank: int) -> None:
-        written = safe_loading.write_file(self._temporary / name, content, trust=self._trust, crc=False)
+        written = torch_stream.write_file(self._temporary / name, content, trust=self._trust)
         self._files[name] = FileRecord(written.size_bytes, written.digest, role, rank, written.blocks)
         self._advance(written.size_bytes)
 

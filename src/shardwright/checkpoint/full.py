@@ -470,6 +470,7 @@ def write_new(
     Raises: CheckpointError if something of that tag is there; nothing is left then, nor after any other error.
     """
     for name in full_files.all_files(tag):
+        storage.of(root).clean_name(root, name)
         if (root / name).exists():
             raise CheckpointError(f"{root / name} exists", remedy="give another tag, or another folder")
     job = _Save(root, tag, uuid.uuid4().hex, trust)

@@ -20,6 +20,7 @@ Source: api.md 9.5, design.md section 6.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -140,6 +141,11 @@ def origin_rng_file(rank: int) -> str:
 def saving_folder(folder: str, save_id: str) -> str:
     """Return the name under which a folder is written before it is published."""
     return f"{WORK_PREFIX}saving-{folder}-{save_id}"
+
+
+def is_saving(name: str, folder: str) -> bool:
+    """Is this such a name of the folder, from whichever save?"""
+    return re.fullmatch(re.escape(saving_folder(folder, "")) + "[0-9a-f]{32}", name) is not None
 
 
 def deleting_folder(folder: str, unique: str) -> str:

@@ -7,9 +7,13 @@ one part doesn't take the others with it. Such a module has a function `register
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -39,11 +43,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises: SystemExit, always; 2 for an error of ours, after its message.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    called = arguments[0] if arguments else ""
     try:
-        make_app(arguments[0] if arguments else "")(args=arguments, prog_name="shardwright")
+        with nullcontext() if called == "run" else _signals_raise():  # `run` has its own way to end
+            make_app(called)(args=arguments, prog_name="shardwright")
     except ShardwrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """The first signal that asks for the end raises SystemExit, so that what is half written is deleted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    for number in before:
+        if before[number] is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, end)
+    try:
+        yield
+    except ShardwrightError:
+        if came:  # torch's writer has made another error of it
+            raise SystemExit(128 + came[0]) from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def make_app(called: str) -> typer.Typer:

@@ -28,6 +28,7 @@ class Spooled:
             self._scratch = Path(tempfile.mkdtemp(prefix=layout.WORK_PREFIX))
             self.path = self._scratch / out.name
         else:
+            storage.of(out).clean_name(out.parent, out.name)
             self.path = out.parent / layout.saving_folder(out.name, uuid.uuid4().hex)
 
     def publish(self) -> None:

@@ -42,9 +42,10 @@ def rewrite(source: Source, target: Target, root: Place, tag: str, *, trust: boo
     """
     _check(source, target)
     folder = layout.partial_folder(tag)
+    store, save_id = storage.of(root), uuid.uuid4().hex
+    store.clean_name(root, folder)
     if (root / folder).exists():
         raise CheckpointError(f"{root / folder} exists", remedy="give another folder, or another --tag")
-    store, save_id = storage.of(root), uuid.uuid4().hex
     store.prepare(root)
     temporary = store.saving(root, folder, save_id)
     store.begin(temporary)

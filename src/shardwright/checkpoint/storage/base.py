@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwright.checkpoint import layout
 from shardwright.checkpoint.storage.remote_path import RemotePath
 
 Place = Path | RemotePath
@@ -108,3 +109,12 @@ class Storage(ABC):
 
         Called by: one rank, when no save into it runs.
         """
+
+    def clean_name(self, root: Any, name: str) -> None:
+        """Remove what was left in a folder by whoever was writing something of this name, and was killed.
+
+        Called by: one process that is about to write it.
+        """
+        for path in root.iterdir() if root.is_dir() else ():
+            if layout.is_saving(path.name, name):
+                self.remove(path, unique=path.name)

@@ -172,6 +172,11 @@ class ObjectStorage(Storage):
             elif path.name.endswith(layout.PARTIAL_SUFFIX):
                 self._clean_tag(path)
 
+    def clean_name(self, root: RemotePath, name: str) -> None:
+        super().clean_name(root, name)
+        if name.endswith(layout.PARTIAL_SUFFIX):
+            self._clean_tag(root / name)
+
     def _clean_tag(self, folder: RemotePath) -> None:
         """Delete the folders of saves that were interrupted, or replaced. What others put there stays."""
         names = {path.name for path in folder.iterdir()}

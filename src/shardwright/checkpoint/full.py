@@ -22,12 +22,12 @@ from __future__ import annotations
 import platform
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial as partial_of
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwright
 from shardwright.checkpoint import (
@@ -47,6 +47,7 @@ from shardwright.checkpoint.layout import Role, StateRole
 from shardwright.checkpoint.manifest import Entry, FileRecord, Manifest, Slice
 from shardwright.checkpoint.state import CheckpointModel, CheckpointOptimizer
 from shardwright.checkpoint.storage import Place, RemotePath
+from shardwright.checkpoint.storage.attempts import attempt
 from shardwright.checkpoint.torch_stream import Stored, StreamedTorchFile
 from shardwright.checkpoint.whole import Put, WholeModel, WholeOptimizer
 from shardwright.errors import CheckpointError, PartitionError
@@ -57,6 +58,9 @@ from shardwright.topology.context import world
 _log = get_logger(__name__)
 
 Translate = Callable[[dict[str, Any]], dict[str, Any]]
+Values = Callable[[Sequence[Deferred]], Sequence[torch.Tensor]]
+
+_BATCH_BYTES = 16 << 20
 
 
 # ------------------------------------------------------------------ saving
@@ -181,8 +185,8 @@ class _Save:
             if file is not None:
                 file.close()
 
-    def _write_kept(self, name: str, role: Role, content: Any, kept: Sequence[tuple[Deferred, torch.Tensor]]) -> None:
-        """Write a file of tensors that are here. Called by: rank 0."""
+    def _write_kept(self, name: str, role: Role, content: Any, kept: Iterable[tuple[Deferred, torch.Tensor]]) -> None:
+        """Write a file of tensors that are here, or come by one by one. Called by: rank 0."""
         path = self._temporary(name)
         file = StreamedTorchFile(path)
         try:
@@ -191,6 +195,18 @@ class _Save:
             safe_loading.check_readable(path, trust=self._trust, name=name)
         finally:
             file.close()
+
+    def write_in_turn(self, name: str, role: Role, content: Any, values: Values) -> None:
+        """Write a file whose deferred tensors are got when they are written, some at a time. Called by: rank 0."""
+
+        def work() -> None:
+            wanted = {id(t): t for t in tree_leaves(content) if isinstance(t, Deferred)}
+            parts = _batches(wanted.values())
+            self._write_kept(name, role, content, (pair for part in parts for pair in zip(part, values(part), strict=True)))
+
+        path = self._temporary(name)
+        # What is lost of an upload can't be sent again alone, so the file begins again.
+        attempt("write", path, work) if isinstance(path, RemotePath) else work()
 
     def write_set_aside(self, *described: Any) -> int:
         """Write what was only copied, and publish; on a thread of rank 0. Returns bytes."""
@@ -269,6 +285,20 @@ class _Save:
 
     def _temporary(self, name: str) -> Place:
         return self._root / layout.saving_folder(name, self._save_id)
+
+
+def _batches(tensors: Iterable[Deferred]) -> Iterator[list[Deferred]]:
+    batch: list[Deferred] = []
+    size = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if batch and size + num_bytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += num_bytes
+    if batch:
+        yield batch
 
 
 def _own_leaf(value: Any) -> Any:
@@ -462,11 +492,13 @@ def write_new(
     ties: tuple[tuple[str, ...], ...],
     groups: tuple[tuple[str, ...], ...],
     layout_then: layout.Layout,
+    values: Values,
     trust: bool,
 ) -> int:
     """Write a full checkpoint under a tag that is new, in one process, and make it the newest. Returns: bytes.
 
     optimizer: in torch's form with `state.PARAM_NAMES`.   layout_then: what the manifest says of the job.
+    values: gets deferred tensors of the content; at most 16 MiB at once, or one that is larger.
     Raises: CheckpointError if something of that tag is there; nothing is left then, nor after any other error.
     """
     for name in full_files.all_files(tag):
@@ -475,10 +507,10 @@ def write_new(
             raise CheckpointError(f"{root / name} exists", remedy="give another tag, or another folder")
     job = _Save(root, tag, uuid.uuid4().hex, trust)
     try:
-        job.write(tag, "model", model)
+        job.write_in_turn(tag, "model", model, values)
         if optimizer is not None:
-            job.write(full_files.optimizer_file(tag), "optimizer", optimizer)
-        job.write(full_files.user_content_file(tag), "user_content", user_content)
+            job.write_in_turn(full_files.optimizer_file(tag), "optimizer", optimizer, values)
+        job.write_in_turn(full_files.user_content_file(tag), "user_content", user_content, values)
         return job.publish(_model_entries(tag, model), ties, groups, layout_then)
     except BaseException:
         job.discard()

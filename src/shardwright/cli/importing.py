@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,16 +40,10 @@ def import_(
     from rich.console import Console
 
     from shardwright.checkpoint.exchange import importing
-    from shardwright.checkpoint.layout import WORK_PREFIX
 
-    near: Path | None = None  # where there should be room
-    if isinstance(path, Path):
-        near = path if path.is_dir() else path.absolute().parent
-    scratch_folder = tempfile.TemporaryDirectory(dir=near if near is not None and near.is_dir() else None, prefix=WORK_PREFIX)
-    with scratch_folder as scratch, Console(stderr=True).status(f"importing {source}"):
+    with Console(stderr=True).status(f"importing {source}"):
         found = importing.read(
             source,
-            Path(scratch),
             model_key=model_key,
             optimizer_key=optimizer_key,
             with_optimizer=optimizer,

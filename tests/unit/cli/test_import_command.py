@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -92,6 +93,40 @@ def test_torch_file_with_a_numbered_optimizer(tmp_path: Path, run: Run) -> None:
     names = {p: name for name, p in model.named_parameters()}
     same(by_name(tmp_path / "new" / "optimizer_a"), {names[p]: values for p, values in optimizer.state.items()})
     assert torch.load(tmp_path / "new" / "optimizer_a")["param_groups"][0]["lr"] == 0.5
+
+
+def test_dcp_folder_of_a_plain_loop(tmp_path: Path, run: Run) -> None:
+    """Parameters are numbered, and the frozen one has no state."""
+    model, optimizer = plain(lr=0.5)
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "losses": [0.5, {"last": 0.25}]}
+    dcp.save(content, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    code, text = run("import", tmp_path / "dcp", tmp_path / "new", "--tag", "a", "--trust")
+    assert code == 0, text
+    same(torch.load(tmp_path / "new" / "a"), model.state_dict())
+    assert torch.load(tmp_path / "new" / "user_content_a") == {"epoch": 3, "losses": [0.5, {"last": 0.25}]}
+    names = {p: name for name, p in model.named_parameters()}
+    same(by_name(tmp_path / "new" / "optimizer_a"), {names[p]: values for p, values in optimizer.state.items()})
+    for damaged in ("__0_0.distcp", ".metadata"):
+        (tmp_path / "dcp" / damaged).write_bytes(b"nothing of this")
+        code, text = run("import", tmp_path / "dcp", tmp_path / "new", "--tag", "b", "--trust")
+        assert code == 2
+        assert "the DCP folder can't be read" in text
+    assert not list((tmp_path / "new").glob("*b*"))
+
+
+def test_tied_tensors_and_views(tmp_path: Path, run: Run) -> None:
+    """Once in the file, as they are in the source, and without what lies around them."""
+    large = torch.rand(300, 40)
+    content = {"one": large[:3], "same": large[:3], "turned": large[:5].T, "negative": torch.rand(3, dtype=torch.cfloat).conj().imag}
+    torch.save(content, tmp_path / "a")
+    assert run("import", tmp_path / "a", tmp_path / "new", "--tag", "a")[0] == 0
+    found = torch.load(tmp_path / "new" / "a")
+    same(found, content)
+    assert found["one"].data_ptr() == found["same"].data_ptr()
+    assert (tmp_path / "new" / "a").stat().st_size < 8000
+    torch.save({"model": {"a": torch.eye(3).to_sparse(), "b": torch.rand(2)}}, tmp_path / "sparse")
+    assert run("import", tmp_path / "sparse", tmp_path / "new", "--tag", "b")[0] == 0
+    assert torch.equal(torch.load(tmp_path / "new" / "b")["a"].to_dense(), torch.eye(3))
 
 
 def test_files_of_hugging_face(tmp_path: Path, run: Run) -> None:

@@ -5,53 +5,85 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardwright.checkpoint import safe_loading, state
 from shardwright.checkpoint.exchange import dcp
+from shardwright.checkpoint.exchange.safetensors_files import SafetensorsFile
 from shardwright.checkpoint.exchange.source import Source, dtype_of
 from shardwright.checkpoint.exchange.spooled import Spooled
 from shardwright.checkpoint.manifest import OBJECT, Entry
 from shardwright.checkpoint.storage import Place, RemotePath
+from shardwright.checkpoint.storage.attempts import attempt
+from shardwright.checkpoint.torch_stream import StreamedTorchFile
 from shardwright.errors import UsageError
 
 Advance = Callable[[int], None]
+_T = TypeVar("_T")
 
 
 def to_torch(source: Source, out: Place, *, with_optimizer: bool, advance: Advance) -> int:
-    """One file for torch.load: the state dict, or with the optimizer {"model": ..., "optimizer": ...}.
+    """One file for torch.load: the state dict, or with the optimizer {"model": ..., "optimizer": ...}; tensors are held one at
+    a time, tied ones are written once.
 
     The optimizer is in torch's form with names of parameters beside their indices. Returns: number of tensors.
     """
-    model = {entry.name: _read(source, entry, advance) for entry in source.entries("model")}
-    content: dict[str, Any] = model
-    if with_optimizer:
-        content = {"model": model, "optimizer": _indexed(_optimizer(source, lambda e: _read(source, e, advance)))}
+    first = {name: names[0] for names in source.manifest.ties for name in names}
 
-    def write(path: Place) -> None:
-        safe_loading.write_file(path, content, trust=source.trust, name=out.name)
+    def work(path: Place) -> int:
+        file = StreamedTorchFile(path)
+        stored: dict[str, Any] = {}
 
-    if isinstance(out, RemotePath):  # it is there when it is whole
-        write(out)
-    else:
-        _publish(out, write)
-    return len(model)
+        def put_in(entry: Entry) -> Any:
+            value = _read(source, entry, advance)
+            return file.add(value) if isinstance(value, torch.Tensor) else value
+
+        def once(entry: Entry) -> Any:
+            name = first.get(entry.name, entry.name)
+            if name not in stored:
+                stored[name] = put_in(entry)
+            return stored[name]
+
+        try:
+            model = {entry.name: once(entry) for entry in source.entries("model")}
+            content: dict[str, Any] = model
+            if with_optimizer:
+                content = {"model": model, "optimizer": _indexed(_optimizer(source, put_in))}
+            file.finish(content, out.name)
+        finally:
+            file.close()
+        safe_loading.check_readable(path, trust=source.trust, name=out.name)
+        return len(model)
+
+    if isinstance(out, RemotePath):  # it is there when it is whole; what is lost of an upload can't be sent again alone
+        return attempt("write", out, lambda: work(out))
+    return _publish(out, work)
 
 
 def to_safetensors(source: Source, out: Place, *, with_optimizer: bool, advance: Advance) -> int:
-    """One safetensors file with the tensors of the model. Tied ones are written once for each name. Returns: how many."""
-    from safetensors.torch import save_file
-
+    """One safetensors file with the tensors of the model, which are held one at a time. Tied ones are written once for each
+    name. Returns: how many.
+    """
     if with_optimizer:
         raise UsageError(
             "a safetensors file holds tensors only, and optimizer state is more", remedy="--format dcp or torch"
         )
-    tensors = [entry for entry in source.entries("model") if entry.dtype != OBJECT]
-    content = {entry.name: _read(source, entry, advance).clone() for entry in tensors}
-    _publish(out, lambda path: save_file(content, path, metadata={"format": "pt"}))
-    return len(content)
+    tensors = {entry.name: entry for entry in source.entries("model") if entry.dtype != OBJECT}
+    outlines = {n: torch.empty(e.shape, dtype=dtype_of(e), device="meta") for n, e in tensors.items()}
+
+    def work(path: Path) -> int:
+        file = SafetensorsFile(path, outlines)
+        try:
+            for name, entry in tensors.items():
+                file.write(name, _read(source, entry, advance))
+            file.finish()
+        finally:
+            file.close()
+        return len(tensors)
+
+    return _publish(out, work)
 
 
 def to_dcp(source: Source, out: Place, *, with_optimizer: bool, advance: Advance) -> int:
@@ -120,10 +152,11 @@ def _indexed(named: Mapping[str, Any]) -> dict[str, Any]:
     return {**named, "state": {index[n]: values for n, values in named["state"].items()}, "param_groups": groups}
 
 
-def _publish(out: Place, write: Callable[[Path], object], last: str = "") -> None:
+def _publish(out: Place, write: Callable[[Path], _T], last: str = "") -> _T:
     spooled = Spooled(out, last=last)
     try:
-        write(spooled.path)
+        result = write(spooled.path)
         spooled.publish()
     finally:
         spooled.discard()
+    return result

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import uuid
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_map_only
 
 from shardwright.checkpoint import full, full_files, layout, state, storage, unread
+from shardwright.checkpoint.deferred import Deferred
+from shardwright.checkpoint.exchange import dcp
 from shardwright.checkpoint.safe_loading import TRUST_ENV
 from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError, CheckpointNotFoundError
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-_METADATA = ".metadata"
 _COUNTER = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was found.
+    """What was found. Tensors are mapped from a file, or deferred.
 
-    model: tensors by name.   optimizer: in torch's form with `state.PARAM_NAMES`; None if there is none.   rest: other values
-    that lay beside them.
+    model: tensors by name.   optimizer: in torch's form with `state.PARAM_NAMES`; None if there is none.   values: gets tensors
+    that are deferred.   rest: other values that lay beside them.
     """
 
     model: dict[str, Any]
     optimizer: dict[str, Any] | None
+    values: full.Values
     rest: dict[str, Any] = field(default_factory=dict)
 
 
 def read(
     source: Place,
-    scratch: Path,
     *,
     model_key: str | None,
     optimizer_key: str | None,
@@ -47,13 +45,13 @@ def read(
     remove_prefix: str,
     trust: bool,
 ) -> Imported:
-    """Read what a file or folder holds; tensors are mapped where the form allows. What is in an object store is held in memory.
+    """Read what a file or folder holds, without the content of tensors.
 
-    scratch: an existing folder for what is needed on the way.   model_key, optimizer_key: where they lie in nested content, if
-    not under one of the usual names.   remove_prefix: of names, such as "module.".
+    model_key, optimizer_key: where they lie in nested content, if not under one of the usual names.
+    remove_prefix: of names, such as "module.".
     Raises: CheckpointError naming what is wrong; CheckpointNotFoundError.
     """
-    content = _content(source, scratch, trust=trust)
+    content, values = _content(source, trust=trust)
     model, optimizer, rest = _parts(content, source, model_key, optimizer_key)
     model = {_without(name, remove_prefix): value for name, value in model.items()}
     if not any(isinstance(value, Tensor) for value in model.values()):
@@ -61,25 +59,20 @@ def read(
     named = None
     if optimizer is not None and with_optimizer:
         named = _named(optimizer, model, source, remove_prefix)
-    return Imported(model, named, rest)
+    return Imported(model, named, values, rest)
 
 
-def _content(source: Place, scratch: Path, *, trust: bool) -> dict[str, Any]:
-    """Tensors by name, or such dicts by key."""
-    if (source / _METADATA).is_file():
+def _content(source: Place, *, trust: bool) -> tuple[dict[str, Any], full.Values]:
+    """Tensors by name, or such dicts by key; and what gets deferred tensors."""
+    if (source / dcp.METADATA).is_file():
         if not trust:
             raise CheckpointError(
-                f"a folder of torch.distributed.checkpoint describes itself in a pickle, {_METADATA}, which could run code",
+                f"a folder of torch.distributed.checkpoint describes itself in a pickle, {dcp.METADATA}, which could run code",
                 where=str(source),
                 remedy=f"if you know who wrote it: --trust or {TRUST_ENV}=1",
             )
-        if not isinstance(source, Path):
-            raise CheckpointError(
-                "a folder of torch.distributed.checkpoint can't be read from an object store",
-                where=str(source),
-                remedy="download it, and import the local folder",
-            )
-        return _from_dcp(source, scratch)
+        folder = dcp.Folder(source)
+        return folder.content, folder.values
     if source.is_dir():
         found = full_files.plain_files(source, "pytorch_model.bin")
     elif source.is_file():
@@ -88,24 +81,8 @@ def _content(source: Place, scratch: Path, *, trust: bool) -> dict[str, Any]:
         raise CheckpointNotFoundError(f"there is no {source}", remedy="give a file, a DCP folder or a Hugging Face folder")
     content: dict[str, Any] = {}
     for file in found:
-        content.update(unread.here(full_files.read_state_dict(file, trust=trust)))
-    return content
-
-
-def _from_dcp(source: Path, scratch: Path) -> dict[str, Any]:
-    """All of a DCP folder, through one torch file that is mapped."""
-    file = scratch / f"dcp-{uuid.uuid4().hex}.pt"
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted
-            dcp_to_torch_save(source, file)
-        return full_files.read_state_dict(file, trust=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # pickle and torch raise anything
-        raise CheckpointError(f"the DCP folder can't be read: {type(error).__name__}: {error}", where=str(source)) from error
-    finally:
-        file.unlink(missing_ok=True)  # a mapped file stays until nobody maps it
+        content.update(full_files.read_state_dict(file, trust=trust))
+    return content, unread.here
 
 
 def _parts(
@@ -155,6 +132,8 @@ def _named(
             remedy="--no-optimizer imports the model alone",
         ) from error
     flat = [index for group in members for index in group]
+    numbered = {str(index): index for index in flat}  # DCP makes strings of keys
+    saved = {numbered.get(index, index): values for index, values in saved.items()}
     if all(isinstance(index, str) for index in flat):
         names = list(flat)
     elif all(state.PARAM_NAMES in group for group in groups):
@@ -235,10 +214,18 @@ def ties(model: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     """Names that are one tensor in the file."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, value in model.items():
-        if isinstance(value, Tensor) and value.numel():
-            key = (value.data_ptr(), value.dtype, value.shape, value.stride())
-            groups.setdefault(key, []).append(name)
+        if isinstance(value, Tensor):
+            groups.setdefault(_identity(value), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are one."""
+    if isinstance(tensor, unread.Unread):
+        return unread.identity(tensor)
+    if isinstance(tensor, Deferred) or tensor.layout is not torch.strided or not tensor.numel():
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _without(name: str, prefix: str) -> str:
@@ -262,17 +249,25 @@ def write(root: Place, tag: str, imported: Imported, *, trust: bool) -> int:
     if optimizer is not None:
         names = optimizer[state.PARAM_NAMES]
         groups = tuple(tuple(names[index] for index in group["params"]) for group in optimizer["param_groups"])
+    model, optimizer, rest = _each_once((imported.model, optimizer, imported.rest))
     return full.write_new(
         root,
         tag,
-        state.compact(imported.model),
-        None if optimizer is None else state.compact(optimizer),
-        imported.rest,
+        model,
+        optimizer,
+        rest,
         ties=ties(imported.model),
         groups=groups,
         layout_then=layout.Layout(1, 1, 1, precision=_precision(imported)),
+        values=imported.values,
         trust=trust,
     )
+
+
+def _each_once(content: Any) -> Any:
+    """The same with one object for all tensors that are one, so that it is written once."""
+    known: dict[tuple[Any, ...], Tensor] = {}
+    return tree_map_only(Tensor, lambda tensor: known.setdefault(_identity(tensor), tensor), content)
 
 
 def _precision(imported: Imported) -> layout.Precision:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -35,62 +34,79 @@ _MOST_HEADER_BYTES = 100 << 20
 """What the format allows."""
 
 
+class SafetensorsFile:
+    """One new file. In order: `write` for every tensor, `finish` once; `close` in any case.
+
+    tensors: what will be written, with shape and dtype; values aren't looked at.
+    Raises: CheckpointError for a dtype that the format doesn't have.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._places: dict[str, int] = {}
+        position = 0
+        # Large elements first, so that all are aligned.
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+            if tensor.dtype not in _DTYPES:
+                raise CheckpointError(f"{name!r} is {tensor.dtype}, which safetensors files can't hold")
+            end = position + _bytes_of(tensor)
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+            self._places[name] = position
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._first = 8 + len(text)
+        self._file = open(path, "xb")  # noqa: SIM115 - closed by finish or close
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into its place. Raises: OSError if the disk refuses."""
+        self._file.seek(self._first + self._places.pop(name))
+        for piece in row_major_bytes(tensor):
+            self._file.write(piece)
+
+    def finish(self) -> None:
+        """Bring the file to the disk. Raises: OSError if the disk refuses; CheckpointError if a tensor was not written."""
+        if self._places:
+            raise CheckpointError(f"{len(self._places)} tensors were not written, the first is {min(self._places)!r}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        """Close without promises."""
+        with suppress(OSError):
+            self._file.close()
+
+
 class SafetensorsFiles:
     """The weights of a folder. In order: `write` for every tensor, `finish` once; `close` in any case.
 
-    tensors: what will be written, with shape and dtype; values aren't looked at.   most_bytes: of the tensors in one file; a
-    larger tensor has a file of its own.
+    tensors: as of `SafetensorsFile`.   most_bytes: of the tensors in one file; a larger tensor has a file of its own.
     Raises: CheckpointError for a dtype that the format doesn't have.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
         self._folder = folder
-        self._files: list[IO[bytes]] = []
-        self._places: dict[str, tuple[IO[bytes], int]] = {}
+        self._files: list[SafetensorsFile] = []
+        self._file_of: dict[str, SafetensorsFile] = {}
         groups = list(_filled(tensors, most_bytes)) or [[]]
         self._weight_map: dict[str, str] = {}
         self.num_bytes = sum(_bytes_of(tensor) for tensor in tensors.values())
         for number, names in enumerate(groups, 1):
             name = "model" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}"
             self._weight_map.update(dict.fromkeys(names, f"{name}.safetensors"))
-            self._begin(folder / f"{name}.safetensors", {name: tensors[name] for name in names})
-
-    def _begin(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offsets: dict[str, int] = {}
-        position = 0
-        # Large elements first, so that all are aligned.
-        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-            if tensor.dtype not in _DTYPES:
-                raise CheckpointError(f"{name!r} is {tensor.dtype}, which safetensors files can't hold")
-            offsets[name], end = position, position + _bytes_of(tensor)
-            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
-            position = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        file = open(path, "xb")  # noqa: SIM115 - closed by finish or close
-        self._files.append(file)
-        file.write(len(text).to_bytes(8, "little") + text)
-        self._places.update((name, (file, 8 + len(text) + offset)) for name, offset in offsets.items())
+            self._files.append(SafetensorsFile(folder / f"{name}.safetensors", {name: tensors[name] for name in names}))
+            self._file_of.update(dict.fromkeys(names, self._files[-1]))
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put a tensor into its place. Raises: OSError if the disk refuses."""
-        file, position = self._places.pop(name)
-        file.seek(position)
-        for piece in row_major_bytes(tensor):
-            file.write(piece)
+        self._file_of[name].write(name, tensor)
 
     def finish(self) -> None:
-        """Bring the files to the disk, and write the index of several.
-
-        Raises: OSError if the disk refuses; CheckpointError if a tensor was not written.
-        """
-        if self._places:
-            raise CheckpointError(f"{len(self._places)} tensors were not written, the first is {min(self._places)!r}")
+        """Bring the files to the disk, and write the index of several. Raises: as `SafetensorsFile.finish`."""
         for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-        self.close()
+            file.finish()
         if len(self._files) > 1:
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(self._weight_map.items()))}
             storage.of(self._folder).put(self._folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
@@ -98,8 +114,7 @@ class SafetensorsFiles:
     def close(self) -> None:
         """Close without promises."""
         for file in self._files:
-            with suppress(OSError):
-                file.close()
+            file.close()
 
 
 def outline(path: RemotePath) -> dict[str, Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,12 +34,14 @@ def wrap(name: str, seed: int = 0) -> tuple[Any, Any, Any]:
 
 def save(path: str, name: str) -> None:
     made, model, optimizer = wrap(name)
+    torch.manual_seed(smp.rank())
+    np.random.seed(smp.rdp_rank())
     train(made, model, optimizer, 0, SAVED_AT)
     smp.save_checkpoint(path, "mid", model=model, optimizer=optimizer, user_content={"step": SAVED_AT})
 
 
 def go_on(path: str, name: str, fast: bool) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
-    """Losses, and the whole model and optimizer after them. fast: each rank must get by with its own files."""
+    """Losses and random numbers, and the whole model and optimizer after them. fast: each rank must get by with its own files."""
     made, model, optimizer = wrap(name, seed=1)
     plan_load = reshard.plan_load
 
@@ -48,7 +52,8 @@ def go_on(path: str, name: str, fast: bool) -> tuple[list[float], dict[str, Tens
     reshard.plan_load = watched
     try:
         content = smp.resume_from_checkpoint(path)
-        losses = train(made, model, optimizer, content["step"], STEPS)
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        losses = drawn + train(made, model, optimizer, content["step"], STEPS)
     finally:
         reshard.plan_load = plan_load
     return losses, {n: t.clone() for n, t in model.state_dict().items()}, optimizer.state_dict()

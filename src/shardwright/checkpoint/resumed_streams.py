@@ -79,19 +79,20 @@ def joined(own: RngState, neighbours: Sequence[tuple[RngState, int]]) -> RngStat
 
 def read(chosen: Choice, where: Source, *, trust: bool) -> Unpacked:
     """Read the random state of this rank from a partial checkpoint, whole or with an error."""
-    return _joined(where, [_read(chosen, name, trust=trust) for name in where.files()])
+    return combined(where, [_read(chosen, name, trust=trust) for name in where.files()])
 
 
 def read_full(file: Place, where: Source, *, trust: bool) -> Unpacked:
     """The same from a full checkpoint, of which one file has the states of all ranks."""
     try:
         content = safe_loading.read_file(file, trust=trust, mmap=False)
-        return _joined(where, [random_state.unpack(content[rank]) for rank in where.ranks()])
+        return combined(where, [random_state.unpack(content[rank]) for rank in where.ranks()])
     except (OSError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file.name} doesn't hold the random state of this rank: {error!r}", where=str(file)) from error
 
 
-def _joined(where: Source, found: Sequence[Unpacked]) -> Unpacked:
+def combined(where: Source, found: Sequence[Unpacked]) -> Unpacked:
+    """What a rank goes on with. found: the states of `where.ranks()`."""
     neighbours = [(state, at) for (state, _), (_, at) in zip(found[1:], where.neighbours, strict=True)]
     return joined(found[0][0], neighbours), found[0][1]
 

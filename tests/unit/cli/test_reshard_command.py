@@ -84,7 +84,7 @@ def test_layout_of_files(saved: Path, tmp_path: Path, run: Run) -> None:
                 masters[name] = masters.get(name, 0) + values["fp32_from_fp16"].numel()
     assert masters == {n: p.numel() for n, p in small_checkpoints.Small().named_parameters()}
     assert torch.load(folder / "partition_info.pt")["pp_size"] == 2
-    assert not list(folder.glob("rng_*"))
+    assert len(list(folder.glob("rng_*"))) == 4
 
 
 @pytest.mark.parametrize("name", ["shared", "sharded"])
@@ -128,6 +128,9 @@ def test_from_a_full_checkpoint(saved: Path, tmp_path: Path, run: Run) -> None:
         out = tmp_path / precision
         assert run("reshard", saved / precision / "whole", out, "--rdp", 2)[0] == 0
         assert run("diff", saved / precision / "two", out / "whole_partial") == (0, "no difference\n")
+        for file in ("rng_0.pt", "rng_1.pt"):  # a layout of one rank doesn't tell that replicas differ
+            content = torch.load(out / "whole_partial" / file)
+            assert equal(content, torch.load(saved / precision / "two_partial" / "rng_0.pt"))
 
 
 @pytest.fixture
@@ -139,12 +142,13 @@ def job() -> Iterator[None]:
 
 @pytest.mark.parametrize("tag", ["two", "whole"])
 def test_training_goes_on(saved: Path, tmp_path: Path, run: Run, job: None, tag: str) -> None:
-    """From a checkpoint that was converted for this layout; that from a full one has no random state for it."""
+    """From a checkpoint that was converted for this layout, random state included."""
     other = ("--pp", 2, "--rdp", 3, "--shard-optimizer-state")
     back = ("--pp", 1, "--rdp", 1, "--whole-optimizer-state")
     assert run("reshard", saved / "fp32" / tag, tmp_path / "a", *other, "--tag", "other")[0] == 0
     assert run("reshard", tmp_path / "a" / "other", tmp_path / "b", *back)[0] == 0
-    assert (tmp_path / "b" / "other_partial" / "rng_0.pt").exists() == (tag == "two")
+    one, other_one = (torch.load(root / "rng_0.pt") for root in (saved / "fp32" / "two_partial", tmp_path / "b" / "other_partial"))
+    assert equal(one, other_one)
     model, optimizer = small_checkpoints.wrapped(seed=1)
     assert smp.resume_from_checkpoint(tmp_path / "b")["step"] == 2
     losses = small_checkpoints.train(model, optimizer, 2, 4)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 import shardwright
-from shardwright.checkpoint import integrity, layout, state, storage, torch_stream
+from shardwright.checkpoint import integrity, layout, random_state, resumed_streams, state, storage, torch_stream
 from shardwright.checkpoint.exchange.export import put
 from shardwright.checkpoint.exchange.source import Source
 from shardwright.checkpoint.flat_groups import MODULE, in_module
@@ -26,6 +26,7 @@ from shardwright.checkpoint.relayout.target import Member, ModelFile, OptimizerF
 from shardwright.checkpoint.state import TensorRow
 from shardwright.checkpoint.storage import Place
 from shardwright.errors import CheckpointError
+from shardwright.topology.ranks import Degrees, RankTable
 
 Advance = Callable[[int], None]
 
@@ -35,8 +36,8 @@ _BLOCK_BYTES = 4 << 20
 def rewrite(source: Source, target: Target, root: Place, tag: str, *, trust: bool, advance: Advance) -> Manifest:
     """Write `root/{tag}_partial` as a job of the target's layout would save what is in the source; make it the newest.
 
-    Memory: what one file holds. The source's files are compared with their checksums first. Random state isn't that of the
-    new layout's ranks, so there is none; that of the old ones is kept beside, and comes back with their layout.
+    Memory: what one file holds. The source's files are compared with their checksums first. Random state is what ranks would
+    take if they resumed from the source; that of a partial source's ranks is kept beside, and comes back with their layout.
     advance: called with the bytes of each file that is written.
     Raises: CheckpointError if the source is damaged or lacks something; OSError if the disk refuses. Then nothing is left.
     """
@@ -260,15 +261,41 @@ class _Rewrite:
             self._write(layout.PARTITION_INFO, "partition_info", old_form, 0)
         origin = origin_of(manifest)
         if origin is None:
+            self._random_states(manifest.layout)
             return None
         old = layout.Layout.from_record(origin["layout"])
         returns = not old.differences(target.layout) and origin["partition"] == target.partition
         for rank in range(old.world_size):
-            kept = layout.rng_file(rank) if manifest.converted_from is None else layout.origin_rng_file(rank)
-            if kept in manifest.files:
+            if (kept := self._random_file(rank)) in manifest.files:
                 name = layout.rng_file(rank) if returns else layout.origin_rng_file(rank)
                 self._copy(kept, name, "rng" if returns else "origin_rng", rank if returns else 0)
-        return None if returns else origin
+        if returns:
+            return None
+        self._random_states(old)
+        return origin
+
+    def _random_states(self, old: layout.Layout) -> None:
+        """What ranks of the new layout would take if they resumed from the source, or from what that was converted from."""
+        manifest, reader = self._source.manifest, self._source.reader
+        listed = manifest.role_of("rng") if manifest.kind == "full" else None
+        if listed is None and self._random_file(0) not in manifest.files:
+            return
+
+        def saved(rank: int) -> resumed_streams.Unpacked:
+            found = reader.value(self._random_file(rank), ()) if listed is None else reader.value(listed, (rank,))
+            return random_state.unpack(found)
+
+        new = self._target.layout
+        degrees = Degrees(new.pp, new.tp, new.rdp, new.sharded_data_parallel_degree)
+        table = RankTable(degrees, new.placement)
+        for rank in range(new.world_size):
+            where = resumed_streams.source(old, table.coordinates(rank))
+            captured, position = resumed_streams.combined(where, [saved(there) for there in where.ranks()])
+            self._write(layout.rng_file(rank), "rng", random_state.pack(captured, position), rank)
+
+    def _random_file(self, rank: int) -> str:
+        """Of a partial source: where the random state of a rank of the layout that a job has saved is."""
+        return layout.rng_file(rank) if self._source.manifest.converted_from is None else layout.origin_rng_file(rank)
 
     def _write(self, name: str, role: Role, content: Any, rank: int) -> None:
         written = torch_stream.write_file(self._temporary / name, content, trust=self._trust)

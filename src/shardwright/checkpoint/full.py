@@ -105,7 +105,7 @@ def save(
 
         origin = None if model is None else model.origin_record()
         if origin is not None and translate:
-            origin = {**origin, "renamings": []}
+            origin = {**origin, "renamings": [], "running": {"renamings": origin["renamings"], **job.running_names}}
         partition = None if model is None else model.partition_record()
         structure = None if model is None or world().rank > 0 else model.structure_record()
         described = _model_entries(tag, content), _ties(content), groups, present_layout(), origin, partition, structure
@@ -137,12 +137,15 @@ class _Save:
         self._save_id = save_id
         self._trust = trust
         self._files: dict[str, FileRecord] = {}
+        self.running_names: dict[str, Any] = {}
+        """Of a translated model, for the manifest: "names" and "ties" before."""
 
     def write_model(self, call: str, model: CheckpointModel, *, translate: bool) -> Mapping[str, Any]:
         """Write the model tensor by tensor. Called by: every rank. Returns: on rank 0, what is in the file, tensors deferred."""
         whole = WholeModel(call, model)
         content = whole.content
         if translate:
+            self.running_names = {"names": list(content), "ties": _ties(content)}
             content = whole.in_original_names(model)
         self.write_tensors(call, self._tag, "model", content, partial_of(whole.send, wanted=content.values()))
         return content

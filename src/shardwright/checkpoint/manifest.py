@@ -23,7 +23,9 @@ Version 2, one object:
                        "blocks": [bytes of a block, base64 of the big-endian xxh3_64 of each block in turn]
     data_folder        where the files lie: a folder beside the manifest, or "" for its own (see storage.remote)
     origin             what the model was before its modules were replaced, for readers that give it back that form; or null:
-                       architecture, config, generation_config of transformers, renamings (path, rules of names)
+                       architecture, config, generation_config of transformers, renamings (path, rules of names); in a full
+                       checkpoint of the original's names, where those are [], "running": the renamings, "names" and "ties" of
+                       the running model
     entries            one per model tensor and per optimizer state value:
       role             "model", "optimizer", "fp16_states"
       name             plain name of the parameter or buffer

@@ -120,8 +120,9 @@ def reshard(
     from shardwright.checkpoint.relayout.like import target_like
     from shardwright.checkpoint.relayout.rewrite import rewrite
     from shardwright.cli import progress
+    from shardwright.integrations.huggingface.running_names import in_running_names
 
-    old = Source(find(source.parent, source.name), trust=trust)
+    old = in_running_names(Source(find(source.parent, source.name), trust=trust))
     wanted: dict[str, Any] = {
         "pp": pp,
         "tp": tp,

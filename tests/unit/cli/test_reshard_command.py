@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -155,25 +156,43 @@ def test_training_goes_on(saved: Path, tmp_path: Path, run: Run, job: None, tag:
     assert losses == json.loads((saved / "fp32" / "losses.json").read_text())
 
 
-def test_a_model_of_replaced_modules(tmp_path: Path, run: Run, job: None) -> None:
-    """Saved with one tp rank, cut for three: heads stay whole. Names of the original model don't tell what is cut."""
-    made = models.make("gpt2")
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_a_model_of_replaced_modules(tmp_path: Path, run: Run, job: None, name: str) -> None:
+    """Saved with one tp rank, cut for three: heads stay whole, also of a checkpoint in the names of the original model."""
+    made = models.make(name)
     smp.set_tensor_parallelism(made.model)
     model = smp.DistributedModel(made.model)
-    smp.save_checkpoint(tmp_path, "part", model=model)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    smp.save_checkpoint(tmp_path, "part", model=model, optimizer=optimizer)
     for tag, translate in (("ours", False), ("original", True)):
-        smp.save_checkpoint(tmp_path, tag, partial=False, model=model, translate_if_full=translate)
-    for tag in ("part", "ours"):
-        out = tmp_path / f"new_{tag}"
-        assert run("reshard", tmp_path / tag, out, "--pp", 2, "--tp", 3)[0] == 0
-        assert run("diff", tmp_path / "part", out / tag) == (0, "no difference\n")
-        parts = [torch.load(out / f"{tag}_partial" / f"model_0_{tp}.pt") for tp in range(3)]
-        queries = [next(len(value) for name, value in part.items() if name.endswith("query.weight")) for part in parts]
-        heads = made.model.config.n_head
-        size = sum(queries) // heads
+        smp.save_checkpoint(tmp_path, tag, partial=False, model=model, optimizer=optimizer, translate_if_full=translate)
+    layouts: list[tuple[object, ...]] = [("--pp", 2, "--tp", 3)]
+    layouts += [("--pp", 2, "--rdp", 2, "--shard-optimizer-state"), ("--rdp", 2, "--sharded-data-parallel-degree", 2)]
+    for number, options in enumerate(layouts):
+        folders = []
+        for tag in ("part", "ours", "original"):
+            out = tmp_path / f"{number}_{tag}"
+            code, text = run("reshard", tmp_path / tag, out, *options, "--tag", "new")
+            assert code == 0, text
+            folders.append(out / "new_partial")
+        files = {path.name for path in folders[1].iterdir()}
+        assert files == {path.name for path in folders[2].iterdir()}
+        for file in (file for file in files if file.endswith(".pt")):
+            contents = [torch.load(folder / file, weights_only=False) for folder in folders]
+            assert equal(contents[1], contents[0]), file
+            assert equal(contents[2], contents[0]), file
+        one, other = (manifest_of(folder) for folder in (folders[0], folders[2]))
+        assert (one.entries, one.origin, one.partition, set(one.ties)) == (other.entries, other.origin, other.partition, set(other.ties))
+    if name == "gpt2":
+        parts = [torch.load(tmp_path / "0_part" / "new_partial" / f"model_0_{tp}.pt") for tp in range(3)]
+        queries = [next(len(value) for key, value in part.items() if key.endswith("query.weight")) for part in parts]
+        size = sum(queries) // made.model.config.n_head
         assert queries == [size * count for count in (2, 1, 1)], "four heads"
-    for options in (("--tp", 3), ("--pp", 2)):
-        code, text = run("reshard", tmp_path / "original", tmp_path / "no", *options)
+    file = tmp_path / "manifest_original.json"
+    manifest = Manifest.from_bytes(file.read_bytes(), where="here")
+    file.write_bytes(dataclasses.replace(manifest, origin=None).to_bytes())  # of a model that isn't one of transformers
+    for more in (("--tp", 3), ("--pp", 2)):
+        code, text = run("reshard", tmp_path / "original", tmp_path / "no", *more)
         assert code == 2
         assert "names of the original model" in text
 

@@ -191,6 +191,11 @@ def save_with_own_folder(path: str) -> tuple[str, str]:
         os.chdir(before)
 
 
+def resume_with_own_options(path: str) -> tuple[str, str]:
+    first = world().rank == 0
+    return resume_error(path, load_sharded_optimizer_state=first, translate_function=None if first else dict)
+
+
 def save_on_rank_zero_alone(path: str) -> None:
     if world().rank == 0:
         model, optimizer = new()

@@ -360,6 +360,10 @@ def test_kept_checkpoints(pool2: RankPool, path: Path) -> None:
         (ranks.save_with_own_tag, ["'s0' on rank 0", "'s1' on rank 1"]),
         (ranks.save_with_own_clock, ["run-10:00:00' on rank 0", "run-10:00:01' on rank 1"]),
         (ranks.save_with_own_folder, ["cwd0/relative' on rank 0", "cwd1/relative' on rank 1"]),
+        (
+            ranks.resume_with_own_options,
+            ["load_sharded_optimizer_state: True on rank 0 | False on rank 1", "has translate_function: False on rank 0"],
+        ),
         (ranks.save_and_resume_disagree, ["save_checkpoint on rank 0", "resume_from_checkpoint on rank 1"]),
     ],
 )

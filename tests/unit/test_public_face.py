@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import shardwright.topology
 import shardwright.torch as smp
 from shardwright.config.schema import Config
+from shardwright.engine.optimizer import WrappedOptimizer
+from shardwright.engine.signals import SaveOnSignal
 
 RANKS = ["rank", "local_rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank"]
 SIZES = ["size", "local_size", "mp_size", "dp_size", "pp_size", "tp_size", "rdp_size"]
@@ -122,3 +125,16 @@ def test_state_shows_the_configuration() -> None:
     assert not hasattr(smp.state.cfg, "no_such_key")
     assert smp.state.module_manager.translate_functions == []
     assert smp.state is smp.state_mod.state
+
+
+def test_collective_calls_say_who_makes_them() -> None:
+    """FF-24: in the call's own documentation, and for scripts in docs/checkpoints.md."""
+    optimizer = WrappedOptimizer
+    calls = [smp.DistributedModel.state_dict, optimizer.state_dict, optimizer.local_state_dict, SaveOnSignal.should_stop]
+    for call in (smp.save_checkpoint, smp.resume_from_checkpoint, smp.export_huggingface, *calls):
+        told = " ".join(str(call.__doc__).split())
+        assert "Called by: " in told or "collective over the world" in told, call
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    rows = [line for line in text.splitlines() if "(collective)" in line]
+    for name in ("save_checkpoint", "resume_from_checkpoint", "export_huggingface", "should_stop", ".state_dict()", ".local_state_dict()"):
+        assert any(name in row for row in rows), name

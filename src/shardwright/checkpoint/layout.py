@@ -117,6 +117,8 @@ def state_file(layout: Layout, role: StateRole, *, pp: int, tp: int, rdp: int) -
     """Return the name of the file with a rank's part of the model or of the optimizer state."""
     if layout.sharded_data_parallel_degree > 1:
         shard = rdp % layout.sharded_data_parallel_degree
+        if role == "model" and layout.tp > 1 and shard == 0:
+            return f"{role}_{tp}.pt"  # where the original has all of a slice's buffers
         return f"{role}_{tp}_{shard}.pt" if layout.tp > 1 else f"{role}_{shard}.pt"
     if layout.shard_optimizer_state and role != "model":
         return f"{role}_{pp}_{tp}_{rdp}.pt"

@@ -144,6 +144,7 @@ def resume_from_checkpoint(
             "load_sharded_optimizer_state": load_sharded_optimizer_state,
             "has model": model is not None,
             "has optimizer": optimizer is not None,
+            "has translate_function": translate_function is not None,
             "trust": trust,
         },
     )

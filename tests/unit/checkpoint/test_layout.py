@@ -36,6 +36,8 @@ def test_file_names_follow_the_contract() -> None:
     assert layout.state_file(everything, "optimizer", pp=0, tp=0, rdp=3) == "optimizer_1.pt"
     sliced = Layout(1, 2, 4, sharded_data_parallel_degree=2)
     assert layout.state_file(sliced, "optimizer", pp=0, tp=1, rdp=3) == "optimizer_1_1.pt"
+    assert layout.state_file(sliced, "model", pp=0, tp=1, rdp=2) == "model_1.pt"
+    assert layout.state_file(sliced, "model", pp=0, tp=1, rdp=3) == "model_1_1.pt"
 
 
 @pytest.mark.parametrize(

@@ -415,6 +415,17 @@ def test_without_an_optimizer_the_model_alone_is_loaded(tmp_path: Path, partial:
         assert same(dict(model.state_dict()), weights)
 
 
+def test_a_full_checkpoint_without_optimizer_state_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """FF-17: never weights without the optimizer in silence."""
+    with world(ONE):
+        model, optimizer = build("dropout")
+        smp.save_checkpoint(tmp_path, "bare", False, model)
+        smp.resume_from_checkpoint(tmp_path, "bare", partial=False, load_optimizer=False)
+        assert "optimizer" not in caplog.text
+        smp.resume_from_checkpoint(tmp_path, "bare", partial=False)
+        assert "'bare' has no optimizer state: the optimizer begins anew" in caplog.text
+
+
 @contextmanager
 def world(config: dict[str, Any]) -> Iterator[None]:
     smp.init(config)

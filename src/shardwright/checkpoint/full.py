@@ -387,6 +387,8 @@ def resume(
         return content, whole_state, user, _random_state(found, strict=strict, trust=trust)
 
     content, whole_state, user, random = run_everywhere(call, read)
+    if optimizer is not None and whole_state is None and found.manifest is not None and rank_zero():
+        _log.warning("full checkpoint %r has no optimizer state: the optimizer begins anew", name)
     if not found.model and strict:
         raise CheckpointError(
             f"checkpoint {name!r} holds no model: it was saved with model=None",

@@ -17,6 +17,7 @@ import shardwright.torch as smp
 from any_layout import config, train, wrap
 from harness import RankPool
 from s3_server import CUT, S3Server, fail_at
+from shardwright.checkpoint import storage
 from shardwright.cli.main import main
 from shardwright.errors import CheckpointError
 
@@ -260,6 +261,39 @@ def test_of_full_checkpoints_ranks_read_what_they_hold(pool2: RankPool, server: 
     assert f"{url}/mid" in first[0][1]
     assert "check the endpoint" in first[1][1]
     assert all("load" in text for _, text in second), second
+
+
+def save_wide_parts(url: str) -> None:
+    model, optimizer = wide(0)
+    wide_losses(model, optimizer, 0, 1)
+    for tag in ("flipped", "deleted"):
+        smp.save_checkpoint(url, tag, model=model, optimizer=optimizer)
+
+
+def resume_wide_and_strike(url: str, tag: str) -> list[str]:
+    """An object is damaged, or gone, when the first step reads what the model resumes with."""
+    model, optimizer = wide(1)
+    smp.resume_from_checkpoint(url, tag)
+    smp.barrier()
+    if smp.rank() == 0:
+        folder = storage.place(url) / f"{tag}_partial"
+        (path,) = (inside / "optimizer_1_0.pt" for inside in folder.iterdir() if inside.name != "manifest.json")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.unlink()
+        if tag == "flipped":
+            storage.of(path).put(path, bytes(content))
+    smp.barrier()
+    return [ranks.caught(wide_losses, model, optimizer, 1, 2)[1], ranks.caught(model.local_state_dict)[1]]
+
+
+def test_what_is_read_in_the_first_step_is_checked(pool2: RankPool, server: S3Server, url: str) -> None:
+    options = {"config": config((2, 1, 1)), "environment": server.environment, "timeout_s": 240}
+    pool2.run(save_wide_parts, url, **options)
+    for tag, problem in (("flipped", "optimizer_1_0.pt is flipped: bytes "), ("deleted", "/optimizer_1_0.pt")):
+        for text, again in pool2.run(resume_wide_and_strike, url, tag, **options):
+            assert problem in text
+            assert "overwritten in part" in again
 
 
 def save_full(url: str, name: str) -> list[float]:

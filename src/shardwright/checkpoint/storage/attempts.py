@@ -54,13 +54,15 @@ def attempt(operation: str, url: object, work: Callable[[], _T]) -> _T:
     """Do something that may be repeated, until it works or has failed often enough; waits twice as long each time.
 
     operation: in words, for errors: "write", "list".
-    Raises: FileNotFoundError and the like as they come; StorageError naming operation and URL for everything else.
+    Raises: FileNotFoundError naming the URL, and the like as they come; StorageError naming operation and URL for everything else.
     """
     last = num_attempts()
     started = time.monotonic()
     for number in range(1, last + 1):
         try:
             return work()
+        except FileNotFoundError as error:  # clients don't always say which
+            raise FileNotFoundError(errno.ENOENT, "not in the store", str(url)) from error
         except Exception as error:
             if isinstance(error, _LASTING) and not isinstance(error, PermissionError):
                 raise

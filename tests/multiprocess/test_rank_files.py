@@ -73,6 +73,14 @@ def test_dangling_links_go_with_the_next_save(pool2: RankPool, tmp_path: Path) -
     assert names(tmp_path) == ["ckpt_0", "ckpt_0_0", "ckpt_1", "ckpt_1_0", "ckpts_7"]
 
 
+def test_what_a_killed_process_left_goes_with_the_next_save(pool2: RankPool, tmp_path: Path) -> None:
+    others = [".shardwright-ckpt_0_0-0-mine", ".shardwright-ckpt_0_0-7-123", ".shardwright-other_0_0-0-123"]
+    for name in [*others, ".shardwright-ckpt_0_0-0-123", ".shardwright-ckpt_1_0-1-124"]:
+        (tmp_path / name).write_bytes(b"half")
+    pool2.run(save_place, str(tmp_path / "ckpt"), config=TWO_STAGES)
+    assert names(tmp_path) == [*others, "ckpt_0", "ckpt_0_0", "ckpt_1", "ckpt_1_0"]
+
+
 def without_links(f: str) -> Any:
     def symlink(*args: Any, **options: Any) -> None:
         raise PermissionError(1, "Operation not permitted")

@@ -20,6 +20,7 @@ import re
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -148,6 +149,8 @@ def _write(path: Place, obj: Any, here: World, trust: bool) -> None:
     try:
         beside.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
+        if isinstance(path, Path):
+            _remove_attempts(temporary)
         safe_loading.write_file(temporary, obj, trust=trust, name=path.name)
         _put_stamp(temporary, stamp)
         storage.of(path).upload(temporary, path)
@@ -157,6 +160,15 @@ def _write(path: Place, obj: Any, here: World, trust: bool) -> None:
         raise CheckpointError(what, where=here.describe(), remedy=remedy) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_attempts(temporary: Path) -> None:
+    """Delete what processes of this rank left that were killed while they wrote this file."""
+    start = temporary.name.rpartition("-")[0] + "-"
+    for name in os.listdir(temporary.parent):
+        if name.startswith(start) and name.removeprefix(start).isdecimal():
+            with suppress(OSError):
+                (temporary.parent / name).unlink()
 
 
 def _put_stamp(path: Path, stamp: _Stamp) -> None:

@@ -40,7 +40,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; arguments without the program's name, None for those of this process.
 
-    Raises: SystemExit, always; 2 for an error of ours, after its message.
+    Raises: SystemExit, always; 2 for an error of ours or of the system, after its message.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     called = arguments[0] if arguments else ""
@@ -49,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             make_app(called)(args=arguments, prog_name="shardwright")
     except ShardwrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        if called == "run":
+            raise
+        remedy = getattr(error, "remedy", None) or "see that it can be read and written, and that there is room"
+        print(f"{type(error).__name__}: {' '.join(arguments[:2])}: {error}\n  try: {remedy}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -49,6 +49,20 @@ def test_a_signal_leaves_nothing(saved: Path, tmp_path: Path, run: Run, command:
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("command", ["reshard", "import"])
+def test_a_full_disk_is_told_and_leaves_nothing(saved: Path, tmp_path: Path, run: Run, command: str) -> None:
+    def full(operation: str, where: str) -> None:
+        if operation == "write" and where.startswith(str(tmp_path)):
+            raise OSError(28, "No space left on device")
+
+    with steps.watched(full):
+        code, text = run(*arguments(command, saved, tmp_path))
+    assert code == 2
+    assert text.startswith(f"OSError: ckpt {command}: [Errno 28] No space left on device: '{tmp_path}/")
+    assert "there is room" in text
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_a_killed_one_left_goes_with_the_next(saved: Path, tmp_path: Path, run: Run, command: str) -> None:
     name = NAMES[command]

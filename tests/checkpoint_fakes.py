@@ -106,6 +106,9 @@ class FakeModel:
         else:
             self._waiting.append(callback)
 
+    def level_replicas(self) -> None:
+        pass
+
     def load_begins(self, parts: Collection[StateRole]) -> set[StateRole]:
         before = set(self.half_loaded)
         self.half_loaded |= set(parts)

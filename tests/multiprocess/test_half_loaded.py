@@ -150,6 +150,13 @@ def healed_by_one(path: str) -> None:
     refused()
     smp.resume_from_checkpoint(path)
     assert same(ranks.train(model, optimizer, 2, 2), expected)
+    if first:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    smp.save_checkpoint(path, "again", model=model, optimizer=optimizer)  # of all replicas what the first has
+    ranks.train(model, optimizer, 1)
+    smp.resume_from_checkpoint(path, "again")
+    assert same(ranks.train(model, optimizer, 2, 2), expected)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

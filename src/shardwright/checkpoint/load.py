@@ -15,7 +15,7 @@ from typing import Any
 from shardwright.checkpoint import (
     background,
     choice,
-    full,
+    full_resume,
     integrity,
     layout,
     reshard,
@@ -117,7 +117,7 @@ def resume_from_checkpoint(
     the latest complete one, and says so.   strict: names must match, and this rank's random state must be
     there. load_optimizer (or load_optimizer_states): False leaves the optimizer fresh, and fp32 masters at the
     loaded weights.
-    translate_function: for full checkpoints, see `full.resume`.
+    translate_function: for full checkpoints, see `full_resume.resume`.
     load_sharded_optimizer_state: with sharded data parallelism, False takes over the fp32 masters and the loss scaler only: moments
     begin anew, settings stay. Without it there is no such state, and it has no effect.
     trust: load files that could run code.
@@ -157,7 +157,7 @@ def resume_from_checkpoint(
     root = storage.place(where)
     moments = load_sharded_optimizer_state or world().config.sharded_data_parallel_degree == 1
     if not partial:
-        return full.resume(
+        return full_resume.resume(
             root,
             tag,
             model,

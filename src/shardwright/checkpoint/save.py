@@ -134,10 +134,13 @@ def save_checkpoint(
             "has model": model is not None,
             "has optimizer": optimizer is not None,
             "blocking": blocking,
+            "translate_if_full": translate_if_full,
             "trust": safe_loading.trusted(trust),
         },
     )
     background.finish()
+    if model is not None:
+        run_everywhere(_CALL, model.level_replicas)
     root = storage.place(where)
     if not partial:
         name = layout.check_tag(tag)

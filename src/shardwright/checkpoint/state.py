@@ -101,6 +101,9 @@ class CheckpointModel(Protocol):
         It comes before the post-partition hooks and issues collectives over the world.
         """
 
+    def level_replicas(self) -> None:
+        """Give all replicas what state dicts have put into the first one. Called by: every rank. Collectives: over replicas."""
+
     def load_begins(self, parts: Collection[StateRole]) -> Set[StateRole]:
         """From now on the values of these parts ("model", "optimizer") are being overwritten: until `load_ends`, training and
         saving are refused. Returns: the parts that an earlier load has left so.

@@ -176,6 +176,10 @@ class SavedModel:
         """Run `callback` now, or right after partitioning."""
         self._model.run_when_partitioned(callback)
 
+    def level_replicas(self) -> None:
+        """As before a step."""
+        self._model._duties.meet_to_save()
+
     def load_begins(self, parts: Collection[StateRole]) -> set[StateRole]:
         """The values of these parts are being overwritten. Returns: those that were left half loaded before."""
         before = set(self._model._duties.half_loaded)

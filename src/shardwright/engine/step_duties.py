@@ -146,9 +146,13 @@ class StepDuties:
             self._join.on_step_start()
         if not self._part.settled:
             return
-        if self._join is None or not self._join.is_open:
-            self.level_replicas()
+        self.meet_to_save()
         self._sync_buffers(self._join.source if self._join is not None else 0)
+
+    def meet_to_save(self) -> None:
+        """Make replicas equal, unless they are in `join`, where they meet at its end."""
+        if self._part.settled and (self._join is None or not self._join.is_open):
+            self.level_replicas()
 
     def level_replicas(self, *, always: bool = False) -> None:
         """Make replicas equal again if a state dict was loaded on any of them, see the class.

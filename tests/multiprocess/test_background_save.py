@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,38 @@ def fail_on_rank_one(path: str) -> tuple[str, str]:
     newest = Path(path, "newest").read_text()
     smp.save_checkpoint(path, "next", model=model, optimizer=optimizer)
     return str(caught.value), newest
+
+
+def fail_without_room_for_a_word(path: str) -> tuple[str, float, str]:
+    """Rank 1 can't write a single byte any more, so neither a note that says so."""
+    made, model, optimizer = wrap("mlp")
+    train(made, model, optimizer, 0, 1)
+    smp.save_checkpoint(path, "good", model=model, optimizer=optimizer)
+
+    def full(operation: str, where: str) -> None:
+        if operation == "write" and smp.rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    with steps.watched(full):
+        smp.save_checkpoint(path, "bad", model=model, optimizer=optimizer, blocking=False)
+        started_s = time.monotonic()
+        with pytest.raises(CheckpointError) as caught:
+            background.finish()
+    waited_s = time.monotonic() - started_s
+    listed = " ".join(sorted(os.listdir(path)))
+    smp.barrier()
+    smp.save_checkpoint(path, "next", model=model, optimizer=optimizer)
+    return str(caught.value), waited_s, listed
+
+
+def test_a_rank_that_cannot_even_say_so_holds_up_nobody(pool2: RankPool, tmp_path: Path) -> None:
+    """On a full disk there is no room for the note to rank 0."""
+    for reason, waited_s, listed in pool2.run(fail_without_room_for_a_word, str(tmp_path), config=config((2, 1, 1)), timeout_s=90):
+        assert "'bad_partial' in the background" in reason
+        assert "rank 1" in reason
+        assert waited_s < 30
+        assert listed == "good_partial newest"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good_partial", "newest", "next_partial"]
 
 
 def test_a_failure_is_raised_by_the_next_save_on_all_ranks(pool2: RankPool, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from shardwright.checkpoint import layout, storage
 from shardwright.checkpoint.collective import run_everywhere
 from shardwright.checkpoint.storage import Place
+from shardwright.checkpoint.storage.attempts import StorageError
 from shardwright.checkpoint.torch_stream import Joined
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.log import get_logger
@@ -163,6 +165,18 @@ def tell(folder: Place, rank: int, told: object) -> None:
     storage.of(folder).move(half, note)
 
 
+def tell_failure(folder: Place, rank: int, error: Exception) -> None:
+    """Leave the note that this rank has failed. Never raises: where there is no room for a note there may be for an empty one."""
+    where = f"world rank {rank}"
+    remedy = error.remedy if isinstance(error, (ShardwrightError, StorageError)) else None
+    try:
+        tell(folder, rank, CheckpointError(f"{type(error).__name__}: {error}", where=where, remedy=remedy))
+    except Exception as second:
+        _log.error("%s can't even tell rank 0 that it failed: %s", where, second)
+        with suppress(Exception):
+            storage.of(folder).create(_note(folder, rank)).finish()
+
+
 def gather(folder: Place, here: World) -> list[Any]:
     """Rank 0: wait for the notes of all ranks, and take them away.
 
@@ -178,7 +192,10 @@ def gather(folder: Place, here: World) -> list[Any]:
                 reason = "the job has failed" if failure is not None else f"waited {here.config.timeout_s:g} s"
                 raise CheckpointError(f"rank {rank} has not written its part: {reason}")
             time.sleep(_POLL_S)
-        told.append(pickle.loads(note.read_bytes()))
+        content = note.read_bytes()
+        if not content:
+            raise CheckpointError(f"rank {rank} can't write its part, nor why", remedy="see its log; is the disk full?")
+        told.append(pickle.loads(content))
         note.unlink()
         if isinstance(told[-1], ShardwrightError):
             raise told[-1]

@@ -233,12 +233,14 @@ class _Save:
         """The rest of a save, on a thread of this rank."""
         try:
             written = self._write_all(parts, temporary)
+            background.tell(temporary, self.here.rank, written)
         except Exception as error:
-            background.tell(temporary, self.here.rank, CheckpointError(f"{type(error).__name__}: {error}"))
+            for part in parts:  # makes room for the note on a full disk
+                self.store.discard(temporary / part.name)
+            background.tell_failure(temporary, self.here.rank, error)
             if self.here.rank == 0:
                 self.store.discard(temporary)
             raise
-        background.tell(temporary, self.here.rank, written)
         if self.here.rank > 0:
             return
         try:

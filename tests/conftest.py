@@ -16,6 +16,7 @@ if _HERE not in sys.path:
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from harness import RankPool  # noqa: E402
+from s3_server import S3Server  # noqa: E402
 
 # Two cores that other processes use as well: how long an example takes says nothing.
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,6 +32,13 @@ def pool2() -> Iterator[RankPool]:
     """Two rank processes that stay up for the whole session."""
     with RankPool(2) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[S3Server]:
+    """An object store for the whole session, since processes keep the client that they have made."""
+    with S3Server() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

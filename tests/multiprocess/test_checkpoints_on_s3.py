@@ -24,12 +24,6 @@ from shardwright.errors import CheckpointError
 TWO_STAGES = {"pipeline_parallel_degree": 2}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with S3Server() as running:
-        yield running
-
-
 @pytest.fixture
 def prefix(server: S3Server) -> Iterator[str]:
     """Below this name nothing is there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from sdp_ranks import config
 from sharded_models import train_steps, wrapped
 from shardwright.checkpoint import background
 from shardwright.checkpoint.storage import steps
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with S3Server() as running:
-        yield running
 
 
 def save_everywhere(roots: list[str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardwright.checkpoint import host_memory
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.manifest import OBJECT, Entry, KeyPath, Slice
 from shardwright.errors import CheckpointError
@@ -345,24 +344,6 @@ def with_half_precision(optimizer: Mapping[str, Any], masters: Mapping[str, Any]
     return {**optimizer, **{key: value for key, value in saved.items() if key not in known}, "state": state}
 
 
-def compact(value: Any, _seen: dict[tuple[Any, ...], torch.Tensor] | None = None) -> Any:
-    """Return the value with every tensor detached, on the CPU, and backed by no more memory than it shows.
-
-    torch.save writes whole storages, so a view of a large buffer would drag the buffer along. Tensors that
-    are the same memory stay the same memory, and no dense one on the CPU is copied. Containers are copied, other values
-    are not.
-    Raises: CheckpointError for a tensor without storage.
-    """
-    seen = {} if _seen is None else _seen
-    if isinstance(value, torch.Tensor):
-        return _compact_tensor(value, seen)
-    if type(value) in (dict, OrderedDict):
-        return {key: compact(item, seen) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(compact(item, seen) for item in value)
-    return value
-
-
 def detached(value: Any) -> Any:
     """Return the value with every tensor detached, where it is; copied are only containers.
 
@@ -382,27 +363,6 @@ def detached(value: Any) -> Any:
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return the manifest's spelling of a dtype: "float32", "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _compact_tensor(tensor: torch.Tensor, seen: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
-    if tensor.device.type == "meta":
-        raise CheckpointError(
-            f"a tensor of shape {list(tensor.shape)} has no value on this rank, it can't be saved"
-        )
-    plain = tensor.detach()
-    if plain.layout != torch.strided:
-        return plain.cpu()
-    key = (plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride())
-    if plain.numel() and key in seen:
-        return seen[key]
-    result = plain.cpu()
-    if result.untyped_storage().nbytes() > result.numel() * result.element_size():
-        if result.numel() and host_memory.is_dense(result) and not result.is_conj() and not result.is_neg():
-            result = host_memory.alone(result)
-        else:
-            result = result.clone(memory_format=torch.contiguous_format)
-    seen[key] = result
-    return result
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

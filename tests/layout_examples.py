@@ -46,7 +46,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Example:
-    """precision: "" for fp32.   depth, width, tied, doubled: of the model, see `Net`."""
+    """precision: "" for fp32.   files: saved by `smp.save`, not as a checkpoint.   depth, width, tied, doubled: of the model, see `Net`."""
 
     before: Side
     after: Side
@@ -56,10 +56,11 @@ class Example:
     width: int
     tied: bool
     doubled: bool
+    files: bool = False
 
     def __str__(self) -> str:
         sides = [f"{layout_name(side.layout)} {side.sharding}".strip() for side in (self.before, self.after)]
-        kind = "partial" if self.partial else "full"
+        kind = "files" if self.files else "partial" if self.partial else "full"
         traits = f"depth {self.depth}, width {self.width}, tied {self.tied}, doubled {self.doubled}"
         return f"{' -> '.join(sides)}, {kind}, {self.precision or 'fp32'}, {traits}"
 
@@ -77,10 +78,9 @@ def draw_example(draw: random.Random) -> Example:
     precision = draw.choice(["", "", "bf16", "fp16"])
     # sharded parameters of one block are of one dtype
     may_be_doubled = not precision and "parameters" not in (before.sharding, after.sharding)
-    return Example(
-        before, after, draw.random() < 0.65, precision, draw.randint(3, 6), draw.randrange(6, 12), draw.random() < 0.4,
-        may_be_doubled and draw.random() < 0.5,
-    )  # fmt: skip
+    partial, depth, width, tied = draw.random() < 0.65, draw.randint(3, 6), draw.randrange(6, 12), draw.random() < 0.4
+    doubled = may_be_doubled and draw.random() < 0.5
+    return Example(before, after, partial, precision, depth, width, tied, doubled, partial and draw.random() < 0.5)
 
 
 # ------------------------------------------------------------------ on the ranks
@@ -156,18 +156,34 @@ def snapshot(model: Any, optimizer: Any) -> dict[str, Any]:
     return found
 
 
+def save_files(f: str, model: Any, optimizer: Any, *, v3: bool) -> None:
+    """v3: each rank its own shard, as scripts do with sharded state; otherwise it is gathered."""
+    content = {"optimizer": optimizer.local_state_dict(gather_if_shard=not v3), "place": smp.pp_rank(), "step": SAVED_AT}
+    if v3 or smp.rdp_rank() == 0:
+        smp.save({"nets": [model.local_state_dict()], **content}, f, v3=v3)
+    smp.barrier()
+
+
 def save(path: str, example: Example) -> tuple[dict[str, Any], list[float]]:
     made, model, optimizer = build(example, 0)
     train(made, model, optimizer, 0, SAVED_AT)
-    smp.save_checkpoint(
-        path, "mid", partial=example.partial, model=model, optimizer=optimizer, user_content={"step": SAVED_AT}
-    )
+    if example.files:
+        save_files(f"{path}/net", model, optimizer, v3=bool(example.before.sharding))
+    else:
+        smp.save_checkpoint(
+            path, "mid", partial=example.partial, model=model, optimizer=optimizer, user_content={"step": SAVED_AT}
+        )
     return snapshot(model, optimizer), train(made, model, optimizer, SAVED_AT, STEPS)
 
 
 def resume(path: str, example: Example) -> tuple[dict[str, Any], list[float]]:
     made, model, optimizer = build(example, 1)
-    content = smp.resume_from_checkpoint(path, partial=example.partial)
+    if example.files:
+        content = smp.load(f"{path}/net")
+        model.load_state_dict(content["nets"][0])
+        optimizer.load_state_dict(content["optimizer"])
+    else:
+        content = smp.resume_from_checkpoint(path, partial=example.partial)
     train(made, model, optimizer, 0, 1, update=False)  # partitions, and changes nothing
     optimizer.zero_grad()
     return snapshot(model, optimizer), train(made, model, optimizer, content["step"], STEPS)

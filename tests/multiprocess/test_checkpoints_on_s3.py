@@ -169,15 +169,21 @@ def save_both(url: str) -> list[float]:
     smp.save_checkpoint(url + "/partial", "mid", model=model, optimizer=optimizer, user_content=content)
     for _ in range(2):  # the same tag again
         smp.save_checkpoint(url + "/full", "mid", partial=False, model=model, optimizer=optimizer, user_content=content)
-    smp.save({"place": smp.pp_rank()}, url + "/files/mine")
+    parts = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
+    smp.save({"place": smp.pp_rank(), **parts, **content}, url + "/files/mine")
     smp.barrier()
-    assert smp.load(url + "/files/mine") == {"place": smp.pp_rank()}
+    assert smp.load(url + "/files/mine")["place"] == smp.pp_rank()
     return train(made, model, optimizer, 2, 4)
 
 
 def go_on(url: str, partial: bool) -> list[float]:
     made, model, optimizer = wrap("mlp", seed=1)
-    content = smp.resume_from_checkpoint(url, partial=partial)
+    if url.endswith("/files"):
+        content = smp.load(url + "/mine")
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+    else:
+        content = smp.resume_from_checkpoint(url, partial=partial)
     return train(made, model, optimizer, content["step"], 4)
 
 
@@ -333,7 +339,7 @@ def test_partial_and_full_from_stages_into_replicas_and_the_command_line(
 ) -> None:
     straight = pool2.run(save_both, url, config=config((2, 1, 1)), environment=server.environment, timeout_s=240)
     replicas = config((1, 1, 2), shard_optimizer_state=True)
-    for folder, partial in (("partial", True), ("full", False)):
+    for folder, partial in (("partial", True), ("full", False), ("files", True)):
         resumed = pool2.run(
             go_on, f"{url}/{folder}", partial, config=replicas, environment=server.environment, timeout_s=240
         )

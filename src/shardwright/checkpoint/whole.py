@@ -168,12 +168,11 @@ class WholeOptimizer:
             spans = content.get(state.SPANS)
             told.entries += state.optimizer_entries(role, source, content["state"], names, table, spans)
             for index, values in content["state"].items():
-                labelled = _labelled(values, f"{role} {names[index]}")
-                told.values.setdefault(names[index], {}).update(labelled)
+                told.values.setdefault(names[index], {}).update(labelled(values, f"{role} {names[index]}"))
         return told
 
     def _joined(self, optimizer: CheckpointOptimizer, told: Sequence[_Told]) -> StateDict:
-        known = {_label(e): Deferred.named(_label(e), e.shape, getattr(torch, e.dtype)) for e in self._entries}
+        known = {label_of(e): Deferred.named(label_of(e), e.shape, getattr(torch, e.dtype)) for e in self._entries}
         groups: list[StateDict] = []
         states: dict[int, Any] = {}
         names: list[str] = []
@@ -195,7 +194,7 @@ class WholeOptimizer:
         """Bring all tensors to rank 0, which gives each to `put`. Called by: every rank; see `WholeModel.send`."""
         deliver = Delivery(put, tree_leaves(self.content))
         run_everywhere(
-            self._call, lambda: stream.send_whole(self._entries, self._held, lambda e, t: deliver.take(_label(e), t))
+            self._call, lambda: stream.send_whole(self._entries, self._held, lambda e, t: deliver.take(label_of(e), t))
         )
 
 
@@ -235,16 +234,17 @@ def _answers(role: StateRole, partitioned: bool) -> bool:
     return layout.writes_state(present_layout(), role, rdp=at.rdp) and (partitioned or at.pp == 0)
 
 
-def _label(entry: Entry) -> str:
+def label_of(entry: Entry) -> str:
+    """Which value of a parameter's state an entry of an optimizer is."""
     return f"{entry.role} {entry.name}" + (f"/{entry.state}" if entry.state else "")
 
 
-def _labelled(value: Any, label: str) -> Any:
-    """A copy with labels in the place of tensors, which are those of `state.optimizer_entries`."""
+def labelled(value: Any, label: str, make: Callable[[str], Any] = _Label) -> Any:
+    """A copy with something made of their labels, see `label_of`, in the place of tensors."""
     if isinstance(value, Tensor):
-        return _Label(label)
+        return make(label)
     if isinstance(value, dict):
-        return {key: _labelled(item, f"{label}/{key}") for key, item in value.items()}
+        return {key: labelled(item, f"{label}/{key}", make) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_labelled(item, f"{label}/{index}") for index, item in enumerate(value))
+        return type(value)(labelled(item, f"{label}/{index}", make) for index, item in enumerate(value))
     return value

@@ -1,4 +1,4 @@
-"""The v1.10 generation of checkpoint calls, on the wrappers made last.
+"""Checkpoint calls on the wrappers made last.
 
 The two adapters here are what checkpoints see of the wrappers (`checkpoint.state`).
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import load, rank_files, rank_merge, save
 from shardwright.checkpoint.flat_groups import FlatGroups
 from shardwright.checkpoint.layout import StateRole
 from shardwright.checkpoint.state import PARTIAL_MARK, CheckpointModel, TensorRow, attach_by_name, dtype_name
@@ -67,6 +69,33 @@ def save_checkpoint(
         blocking=blocking,
         trust=trust,
     )
+
+
+def save_object(
+    obj: Any,
+    f: str,
+    partial: bool = True,
+    pickle_module: ModuleType = pickle,
+    pickle_protocol: int = 2,
+    v3: bool = False,
+    *,
+    trust: bool | None = None,
+) -> None:
+    """`smp.save`, see `shardwright.checkpoint.rank_files.save`: of any rank by itself.
+
+    Partial state dicts in `obj` are taken for those of the model wrapped last, and of its optimizer if it has one.
+    """
+    rank_files.save(obj, f, partial, pickle_module, pickle_protocol, v3, trust=trust, describe=_parts)
+
+
+def _parts() -> rank_merge.Parts | None:
+    """What partial state dicts are parts of; None if that isn't known."""
+    model = state.model
+    if model is None or not model.partitioned:
+        return None
+    # Of several optimizers none is told from the others by its state dict.
+    only = state.optimizer if len(model._optimizers) == 1 else None
+    return rank_merge.describe(SavedModel(model), None if only is None else SavedOptimizer(only))
 
 
 def prepare_background_save(model: DistributedModel | None = None, optimizer: Any = None) -> None:

@@ -30,9 +30,14 @@ from shardwright.torch import step as _step_module  # noqa: F401  loaded for tho
 # The layers below, one line each. They come after the submodules, because loading the file `step.py` binds
 # the name `step`, which has to end up being the decorator.
 
-from shardwright.checkpoint.rank_files import load, save
+from shardwright.checkpoint.rank_files import load
 from shardwright.data_parallel.registered_parameters import register_parameter
-from shardwright.engine.checkpointing import prepare_background_save, resume_from_checkpoint, save_checkpoint
+from shardwright.engine.checkpointing import (
+    prepare_background_save,
+    resume_from_checkpoint,
+    save_checkpoint,
+)
+from shardwright.engine.checkpointing import save_object as save
 from shardwright.engine.creation import model_creation
 from shardwright.engine.grad_clipping import clip_grad_norm
 from shardwright.engine.model import DistributedModel

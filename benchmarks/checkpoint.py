@@ -7,7 +7,7 @@
 the state. Every save ends on the disk. Cold: the files were dropped from the system's cache before; warm: they were just
 read. A row with "after" in its name loads what another row has left, so that one has to be run as well.
 raw s: in turn with the row, in the same processes: plain writes of the same tensors with fsync, and plain reads of the row's own
-files into memory that is ready, each rank its share of every file. So both meet the same disk, and the same memory of the system's cache.
+files into memory that is ready, each rank its share of every file. Cold reads are measured after an unmeasured one of the same kind.
 blocked: how long an asynchronous save keeps the training waiting.   slowdown: of matrix products while it is written.
 extra memory: of all ranks together, as a share of the state.   CPU s: of the busiest rank; it suffers less from a busy
 machine than seconds.
@@ -56,11 +56,20 @@ class Bench:
     def clear(self) -> None:
         clear(self.folder)
 
+    def _drop(self) -> None:
+        barrier()
+        if int(os.environ["RANK"]) == 0:
+            drop_from_cache(self.folder)
+        barrier()
+
     def time(self, operation: str, work: Callable[[], object], *, cold: bool = False) -> None:
+        """cold: after doing it once unmeasured. The system's cache takes what it gave back last, in pages as small or large as
+        the reader before had them, and what is new to it the host has to find.
+        """
         if cold:
-            if int(os.environ["RANK"]) == 0:
-                drop_from_cache(self.folder)
-            barrier()
+            self._drop()
+            work()
+            self._drop()
         machine, own = machine_cpu_s(), sum(os.times()[:4])
         with ExtraMemory() as memory:
             barrier()

@@ -15,6 +15,7 @@ import measured_memory
 import shardwright.torch as smp
 from any_layout import config
 from harness import RankPool
+from sdp_ranks import config as sharded
 
 WIDTH, BLOCKS = 1024, 24
 MODEL_BYTES = BLOCKS * (WIDTH * WIDTH + WIDTH) * 4
@@ -119,3 +120,16 @@ def test_only_the_writer_has_more_than_its_part_and_reads_are_what_is_needed(poo
         assert early <= 1.1 * everything, "files are checked before the model has its parts, and read then"
         assert late <= 1.1 * sum(size_of[name] for name in own)
         assert full <= 3 * MODEL_BYTES, "no more than one copy of the file"
+
+
+def save_shards(path: str) -> int:
+    model, optimizer = wrap()
+    train(model, optimizer)
+    smp.save_checkpoint(path, "first", model=model, optimizer=optimizer)
+    return grown(lambda: smp.save_checkpoint(path, "second", model=model, optimizer=optimizer))
+
+
+def test_shards_are_saved_without_a_copy(pool2: RankPool, tmp_path: Path) -> None:
+    """Of the flat groups either: a rank's is half the model."""
+    for extra in pool2.run(save_shards, str(tmp_path), config=sharded(2, 2), timeout_s=150):
+        assert extra < NOISE_BYTES

@@ -62,8 +62,8 @@ class Staging:
     def _tensor(self, value: torch.Tensor, key: tuple[Any, ...]) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype, buffer.layout) != (value.shape, value.dtype, value.layout):
-            here = torch.empty_like(value, requires_grad=False, device="cpu", pin_memory=value.is_cuda)
-            buffer = self._buffers[key] = here
+            buffer = torch.empty_like(value, requires_grad=False, device="cpu", pin_memory=value.is_cuda)
+            self._buffers[key] = buffer
         with torch.no_grad():
             return buffer.copy_(value)
 

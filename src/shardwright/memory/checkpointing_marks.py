@@ -16,6 +16,8 @@ from torch import nn
 from shardwright.errors import UsageError
 
 _MARK = "_shardwright_recompute"
+_TORCH_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_INSIDE = "_checkpoint_wrapped_module"
 _GROUP = re.compile(r"group_([1-9]\d*)")
 
 
@@ -38,10 +40,6 @@ class Target:
     module: nn.Module
     mark: Mark
     keys: tuple[str, ...] = ()
-
-
-_TORCH_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-_INSIDE = "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True)
@@ -86,15 +84,16 @@ def set_mark(
 def without_wrappers(root: nn.Module) -> nn.Module:
     """The model with marks in the place of torch's own wrappers for recomputation, which change the names of what is in them.
 
-    What was asked of a wrapper, such as a stage, holds for what is in it. Replaces the children that `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` made. A `checkpoint_fn` or
-    `context_fn` that the script gave has no say any more: all activations of such a module are recomputed.
+    Replaces the children that `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` made. What was asked of a wrapper,
+    such as a stage, holds for what is in it. A `checkpoint_fn` or `context_fn` that the script gave has no say any more: all
+    activations of such a module are recomputed.
     """
-    kept = _TORCH_WRAPPERS in sys.modules and sys.modules[_TORCH_WRAPPERS].CheckpointWrapper
-    if not kept:
+    if _TORCH_WRAPPERS not in sys.modules:
         return root
+    wrapper = sys.modules[_TORCH_WRAPPERS].CheckpointWrapper
 
     def inside(module: nn.Module) -> nn.Module:
-        while isinstance(module, kept):
+        while isinstance(module, wrapper):
             asked = {key: value for key, value in vars(module).items() if key.startswith("_shardwright")}
             function = module.checkpoint_fn
             module = module.get_submodule(_INSIDE)
@@ -104,7 +103,7 @@ def without_wrappers(root: nn.Module) -> nn.Module:
 
     for parent in list(root.modules()):
         for name, child in list(parent._modules.items()):
-            if isinstance(child, kept):
+            if isinstance(child, wrapper):
                 parent._modules[name] = inside(child)
     return inside(root)
 

@@ -10,8 +10,11 @@ import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+import shardwright.torch as smp
 
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 THRESHOLD_BYTES = 32 * 1024
@@ -48,3 +51,17 @@ def status(field: str) -> int:
     """A size of this process in /proc, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def train_once(model: Any, optimizer: Any, width: int) -> None:
+    """One step of wrapped layers that take `width` features, so that the optimizer has state."""
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(model, torch.ones(2, width))
+    optimizer.step()
+    optimizer.zero_grad()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import measured_memory
 import shardwright.torch as smp
@@ -30,18 +30,6 @@ def wrap() -> tuple[Any, Any]:
     made = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     model = smp.DistributedModel(made)
     return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def train(model: Any, optimizer: Any) -> None:
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    step(model, torch.ones(2, WIDTH))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def grown(work: Callable[[], object]) -> int:
@@ -77,7 +65,7 @@ class Opened:
 
 def save_both(path: str) -> tuple[int, int]:
     model, optimizer = wrap()
-    train(model, optimizer)
+    measured_memory.train_once(model, optimizer, WIDTH)
     smp.save_checkpoint(path, "all", model=model, optimizer=optimizer)
     full = grown(lambda: smp.save_checkpoint(f"{path}/full", "all", partial=False, model=model, optimizer=optimizer))
     gathered = grown(lambda: model.state_dict(gather_to_rank0=True))
@@ -90,7 +78,7 @@ def resume_both(path: str) -> tuple[int, int, set[str], int, int, int]:
 
     def begin() -> None:
         smp.resume_from_checkpoint(path)
-        train(model, optimizer)
+        measured_memory.train_once(model, optimizer, WIDTH)
 
     early = read_by(begin)
     late = read_by(lambda: smp.resume_from_checkpoint(path))
@@ -124,7 +112,7 @@ def test_only_the_writer_has_more_than_its_part_and_reads_are_what_is_needed(poo
 
 def save_shards(path: str) -> int:
     model, optimizer = wrap()
-    train(model, optimizer)
+    measured_memory.train_once(model, optimizer, WIDTH)
     smp.save_checkpoint(path, "first", model=model, optimizer=optimizer)
     return grown(lambda: smp.save_checkpoint(path, "second", model=model, optimizer=optimizer))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +57,7 @@ def save(path: Path) -> None:
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
 
-    @smp.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    step(model, torch.ones(2, WIDTH))
-    optimizer.step()
+    measured_memory.train_once(model, optimizer, WIDTH)
     smp.save_checkpoint(path, "all", partial=False, model=model, optimizer=optimizer)
 
 
